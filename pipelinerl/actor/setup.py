@@ -12,6 +12,7 @@ from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import ConfigError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.world import WorldMap
@@ -96,7 +97,7 @@ def request_limits(cfg: Config) -> RequestLimits:
 
 def load_rollout_side(run_dir: Path) -> RolloutSide:
     """Loads everything that is needed to run rollouts of this run."""
-    raw = load_run_dictconfig(run_dir)
+    raw = with_both_spellings(load_run_dictconfig(run_dir))
     raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)
     functions = [domain.rollout() for domain in domains_of(cfg)]

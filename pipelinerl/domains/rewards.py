@@ -4,12 +4,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics
+
+OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
+"""Verdict → what PipelineRL's tables call it."""
+SPELLED = frozenset(f"{name}_{end}" for name in OUTCOMES.values() for end in ("finished", "not_finished"))
+"""The keys of PipelineRL's tables."""
+
+
+def spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with PipelineRL's keys too, one for every verdict, finished or cut. Keys that are there stay."""
+    if not OUTCOMES.keys() <= given.keys():
+        return dict(given)
+    unfinished = given.get("unfinished")
+    cut = unfinished if isinstance(unfinished, Mapping) else {}
+    table = dict(given)
+    for verdict, name in OUTCOMES.items():
+        table.setdefault(f"{name}_finished", given[verdict])
+        whole = given[verdict] if unfinished is None or isinstance(unfinished, Mapping) else unfinished
+        table.setdefault(f"{name}_not_finished", cut.get(verdict, whole))
+    return table
+
+
+def with_both_spellings(cfg: DictConfig) -> DictConfig:
+    """The configuration as a domain gets it: a table of its own, copied from PipelineRL, finds its names."""
+    if "rewards" not in cfg:
+        return cfg
+    given = OmegaConf.to_container(cfg.rewards)
+    assert isinstance(given, dict)
+    both = OmegaConf.merge(cfg, {"rewards": spelled_out({str(name): value for name, value in given.items()})})
+    assert isinstance(both, DictConfig)
+    return both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +58,7 @@ class VerdictRewards:
     @classmethod
     def of(cls, cfg: DictConfig) -> "VerdictRewards":
         """Returns the table of a run. Raises DomainError on a missing, unknown or non-numeric entry."""
-        return cls.from_mapping(dict(cfg.rewards))
+        return cls.from_mapping({name: value for name, value in cfg.rewards.items() if name not in SPELLED})
 
     @classmethod
     def from_mapping(cls, given: dict[str, Any]) -> "VerdictRewards":

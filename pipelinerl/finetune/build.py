@@ -7,6 +7,7 @@ divides each layer's code into what comes before and after it.
 """
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from pipelinerl.finetune.accumulate import BatchRules
 from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
+from pipelinerl.finetune.export import read_value_head
 from pipelinerl.finetune.images import ImageReader, takes_images
 from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
@@ -90,6 +92,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         images=ImageReader(lm, cfg.model_path, cfg.trust_remote_code) if takes_images(lm) else None,
         crossed=found.crossed,
     )
+    read_value_head(policy, Path(cfg.model_path))
     engine = build_engine(name, policy, cfg, device)
     if files is not None:
         stream_weights(engine, files)

@@ -7,6 +7,7 @@ Weight updates and the exported model leave the value head out. The folder holds
 
 import copy
 import json
+import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,24 +16,28 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from pipelinerl.config.paths import EXPORTS
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import CheckpointError, ConfigError
 from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.longrope import restore_longrope
+from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rendezvous import Peers
 from pipelinerl.weights.layout import spec_bytes
 from pipelinerl.weights.protocol import ParamSpec
 from pipelinerl.world.disk import sync_path
 
+log = logging.getLogger(__name__)
+
 LM_PREFIX = "lm."
 VALUE_PREFIX = "value_head."
+VALUE_FILE, OLD_VALUE_FILE = "value_head.safetensors", "value_head.pt"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 BASE, LORA_A, LORA_B = ".base_layer.", ".lora_A.", ".lora_B."
 
@@ -209,7 +214,7 @@ def _write_surroundings(
     if hasattr(lm, "get_image_features"):
         _copy_processor(folder, tokenizer.name_or_path)
     if staged.value_head:
-        save_file(staged.value_head, folder / "value_head.safetensors")
+        save_file(staged.value_head, folder / VALUE_FILE)
 
 
 def _copy_processor(folder: Path, source: str) -> None:
@@ -226,6 +231,24 @@ def _name_dtype(path: Path, dtype: torch.dtype) -> None:
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_value_head(policy: Policy, folder: Path) -> None:
+    """Begin with the value head beside an exported model, ours or PipelineRL's `value_head.pt`. Else it stays zero.
+
+    Raises:
+        ConfigError: the file does not hold a head of this model.
+    """
+    head = policy.value_head
+    found = next((path for path in (folder / VALUE_FILE, folder / OLD_VALUE_FILE) if path.is_file()), None)
+    if head is None or found is None:
+        return
+    try:
+        saved = load_file(found) if found.name == VALUE_FILE else torch.load(found, weights_only=True)
+        head.load_state_dict({name.removeprefix("output."): tensor for name, tensor in saved.items()})
+    except Exception as error:  # whatever a damaged file raises
+        raise ConfigError(f"{found} is not a value head of this model: {' '.join(str(error).split())}") from error
+    log.info("event=value_head_read file=%s", found)
 
 
 def _stage_value_head(engine: Engine) -> dict[str, Tensor]:

@@ -18,15 +18,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.chat.images import placeholder_id, required_placeholder
+from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.environments.serve import check_class
+from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import check_result
@@ -102,7 +106,7 @@ def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
     """Return a model that gives the same answer to every request and has the run's sampling parameters."""
     return FakeLLM.saying(
         lambda prompt: answer,
-        tokenizer=ByteTokenizer(),
+        tokenizer=ByteTokenizer(OmegaConf.select(cfg, "model_path") or ""),
         base_url=NOWHERE,
         model_name="policy",
         parameters=OmegaConf.to_container(cfg.llm.parameters),
@@ -143,22 +147,39 @@ def needs_outside(error: BaseException | None) -> bool:
     return False
 
 
+IMAGE = "\ufffc"
+"""Unicode's character for an object in a text."""
+
+
 class ByteTokenizer:
     """A tokenizer with one token per byte and one that ends a message, which is enough for rendering and parsing.
 
-    A real tokenizer would take a second to import.
+    An image is the token that stands for one in ``model``, if that takes images. A real tokenizer would take a second
+    to import.
     """
 
     all_special_ids = (END_TOKEN,)
     added_tokens_decoder: Mapping[int, Any] = {}
     eos_token_id = END_TOKEN
 
+    def __init__(self, model: str = ""):
+        self._model = model
+
+    @property
+    def name_or_path(self) -> str:
+        """The model. Raises ``TokenizerLimitError`` if it is not here yet, so that nobody knows what it takes."""
+        if placeholder_id(self._model) is None and not (Path(self._model) / "config.json").is_file():
+            raise TokenizerLimitError("name_or_path")
+        return self._model
+
     @property
     def backend_tokenizer(self) -> "ByteTokenizer":
         return self
 
     def encode(self, text: str, add_special_tokens: bool = False) -> "Encoding":
-        return Encoding(list(text.encode()))
+        before, *others = (list(part.encode()) for part in text.split(IMAGE))
+        image = required_placeholder(self.name_or_path) if others else END_TOKEN
+        return Encoding(before + [token for part in others for token in (image, *part)])
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         kept = bytes(token for token in token_ids if token < END_TOKEN)
@@ -168,13 +189,20 @@ class ByteTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any
     ) -> str:
-        text = "".join(f"<{message['role']}>{message['content']}<end>" for message in messages)
+        text = "".join(f"<{message['role']}>{said(message['content'])}<end>" for message in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise TokenizerLimitError(name)
+
+
+def said(content: Any) -> str:
+    """The text of a message, with a character for each image."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(IMAGE if part["type"] == "image" else str(part["text"]) for part in content)
 
 
 class Encoding:
@@ -202,9 +230,11 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         if section.test_dataset_names and not test:
             names = section.test_dataset_names
             warnings.append(f"{section.dataset_loader} returns no problems for {names}: no evaluation")
+        for dotted in dict.fromkeys((section.rollout_policy, section.dataset_loader)):
+            warnings += self_imports(dotted)
         domain.check_keys(rollout, train + test)
         try:
-            asyncio.run(try_rollouts(OmegaConf.create(container), rollout, train))
+            asyncio.run(try_rollouts(with_both_spellings(OmegaConf.create(container)), rollout, train))
         except TrialFailure as failure:
             text = f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: it {failure}"
             if failure.certain:

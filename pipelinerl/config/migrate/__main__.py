@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from pipelinerl.config.migrate.folder import migrate_folder, read_experiment
-from pipelinerl.config.migrate.migration import Migration, migrate
+from pipelinerl.config.migrate.folder import migrate_file, migrate_folder
+from pipelinerl.config.migrate.migration import Migration
 from pipelinerl.errors import EXIT_REFUSED, ConfigError
 
 WIDTH = 118
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     old: Path = arguments.old
     try:
         if not old.is_dir():
-            print(written(migrate(read_experiment(old)), old.name), end="")
+            print(written(migrate_file(old), old.name), end="")
             return 0
         if arguments.to is None:
             raise ConfigError(f"{old} is a folder: add `--to FOLDER` for its new experiments")

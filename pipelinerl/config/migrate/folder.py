@@ -61,6 +61,27 @@ def migrate_folder(folder: Path) -> MigratedFolder:
     return _composed(folder, [*files, *_global_files(folder)])
 
 
+def migrate_file(path: Path) -> Migration:
+    """Migrates one experiment as `migrate_folder` does, with the files beside it that it derives from.
+
+    Raises:
+        ConfigError: it cannot be read, or it is no experiment by itself.
+    """
+    experiment = read_experiment(path)
+    folders = (path.parent, path.parent.parent) if GLOBAL.search(path.read_text()[:200]) else (path.parent,)
+    folder = next((folder for folder in folders if (folder / BASE).exists()), None)
+    if folder is not None and path != folder / BASE:
+        result = _composed(folder, [path])
+        if not result.experiments:
+            raise ConfigError(f"{path} is left out: {next(iter(result.left_out.values()))}")
+        (new,) = result.experiments.values()
+        new.missing += [f"base.yaml's {line}" for line in result.missing]
+        return new
+    if folder is None and EXTRA_KEYS in (new := migrate(experiment)).values:
+        return _one_by_one(sorted(path.parent.glob("*.yaml")))[path.stem]
+    return migrate(experiment)
+
+
 def _global_files(folder: Path) -> Iterator[Path]:
     """Experiments in folders below: they say that their keys are at the top."""
     for path in sorted(folder.glob("*/*.yaml")):

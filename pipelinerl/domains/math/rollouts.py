@@ -17,6 +17,7 @@ from pydantic import BaseModel, model_validator
 from pipelinerl.domains.countdown.judge import judge_expression
 from pipelinerl.domains.math.judge import judge as judge_math
 from pipelinerl.domains.math.judge import last_boxed
+from pipelinerl.domains.rewards import OUTCOMES, spelled_out
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.domains.verifier_client import VerifierClient, client_of
 from pipelinerl.llm import TrainableLLM
@@ -25,8 +26,6 @@ from pipelinerl.rollouts import RolloutResult
 
 log = logging.getLogger(__name__)
 
-OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
-"""Prefix of the table's field names for each verdict."""
 COUNTDOWN = re.compile(r"countdown-(\d+)-\[([\d, ]+)\]")
 """A reference answer of the countdown data: target and numbers."""
 
@@ -52,16 +51,7 @@ class RewardTable(BaseModel):
     @classmethod
     def _from_rewards(cls, given: Any) -> Any:
         """Fills missing fields from `correct`, `wrong`, `no_answer`, `unparsable` and `unfinished`."""
-        if not isinstance(given, Mapping) or not OUTCOMES.keys() <= given.keys():
-            return given
-        unfinished = given.get("unfinished")
-        cut = unfinished if isinstance(unfinished, Mapping) else {}
-        table = dict(given)
-        for verdict, name in OUTCOMES.items():
-            table.setdefault(f"{name}_finished", given[verdict])
-            whole = given[verdict] if unfinished is None or isinstance(unfinished, Mapping) else unfinished
-            table.setdefault(f"{name}_not_finished", cut.get(verdict, whole))
-        return table
+        return spelled_out(given) if isinstance(given, Mapping) else given
 
     def get_reward_range(self) -> tuple[float, float]:
         """Returns the smallest and the largest reward."""

@@ -27,6 +27,7 @@ from pipelinerl.config.load import compose, missing_keys, parse_container, to_co
 from pipelinerl.config.origin import absolute
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import Domain, domains_of
+from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
@@ -103,7 +104,9 @@ def examine_domain(
 ) -> tuple[str, Seen, list[Weakness]]:
     rollout = domain.rollout()
     train, test = domain.train_problems(), domain.test_problems()
-    stage = Stage(OmegaConf.create(dict(container)), rollout, parallel=args.parallel, seed=args.seed)
+    stage = Stage(
+        with_both_spellings(OmegaConf.create(dict(container))), rollout, parallel=args.parallel, seed=args.seed
+    )
     seen = asyncio.run(examine(stage, train, test, args.problems, args.seconds))
     return domain.section.name, seen, diagnose(seen)
 

@@ -25,9 +25,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def migrated(old: Path, name: str) -> Config:
-    new = old.with_name("new")
-    assert main([str(old), "--to", str(new)]) == 0
-    return validate(compose(name, ["output_dir=x"], config_dir=new))
+    return validate(compose(name, ["output_dir=x"], config_dir=migrated_folder(old)))
 
 
 def test_experiment_has_the_values_of_its_base_and_its_groups(old: Path) -> None:
@@ -104,3 +102,19 @@ def test_command_overwrites_nothing_and_says_what_it_needs(
 def test_folder_without_experiments_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment"):
         migrate_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["guessing", "counting"])
+def test_one_file_becomes_what_its_folder_makes_of_it(old: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change(old / "base.yaml", seed=7)
+    expected = yaml.safe_load((migrated_folder(old) / f"{name}.yaml").read_text())
+    capsys.readouterr()
+    assert main([str(old / f"{name}.yaml")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == expected
+    assert expected["seed"] == 7
+
+
+def migrated_folder(old: Path) -> Path:
+    new = old.with_name("new")
+    assert main([str(old), "--to", str(new)]) == 0
+    return new

@@ -2,14 +2,29 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from pipelinerl.config.load import CONF_DIR
-from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.domains.rewards import VerdictRewards, with_both_spellings
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict
 from tests.says import says
 
 TABLE = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "unfinished": None}
+
+
+class CopiedTable(BaseModel):
+    """What a module copied from PipelineRL defines for itself."""
+
+    wrong_answer_not_finished: float
+    wrong_answer_finished: float
+    no_answer_not_finished: float
+    no_answer_finished: float
+    unparsable_not_finished: float
+    unparsable_finished: float
+    correct_answer_not_finished: float
+    correct_answer_finished: float
+    buffer_tokens: int = 0
 
 
 @pytest.mark.parametrize(
@@ -67,3 +82,16 @@ def test_every_shipped_table_is_valid_and_prefers_correct(file: Path):
     table = VerdictRewards.of(OmegaConf.create({"rewards": OmegaConf.load(file)}))
     others = max(table.wrong, table.no_answer, table.unparsable)
     assert table.correct == others if file.stem == "format" else table.correct > others
+
+
+def test_copied_table_of_pipelinerl_finds_its_names_and_ours_finds_its_own():
+    """A domain's own model with PipelineRL's eight fields, filled as modules do it: `RewardTable(**cfg.rewards)`."""
+    given = OmegaConf.create({"rewards": TABLE | {"unfinished": {"correct": 0.5}}, "seed": 3})
+    cfg = with_both_spellings(given)
+    table = CopiedTable(**dict(cfg.rewards))
+    assert (table.correct_answer_finished, table.correct_answer_not_finished) == (1.0, 0.5)
+    assert (table.wrong_answer_finished, table.no_answer_not_finished, table.unparsable_finished) == (0.0, -1.0, -0.5)
+    assert VerdictRewards.of(cfg) == VerdictRewards.of(given)
+    assert cfg.seed == 3
+    own = OmegaConf.create({"rewards": {"bonus": 2.0}})
+    assert with_both_spellings(own) == own

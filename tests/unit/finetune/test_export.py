@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import export
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.export import (
     exported_parameters,
     exported_specs,
     file_numbers,
+    read_value_head,
     stage_export,
     write_export,
 )
@@ -112,6 +114,28 @@ def test_large_model_is_exported_in_files_with_an_index(tmp_path: Path, monkeypa
     expected = dict(make_lm().named_parameters())
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in loaded.named_parameters())
     assert set(load_file(folder / "value_head.safetensors")) == {"weight", "bias"}
+
+
+def test_value_head_begins_with_the_one_beside_the_model_ours_or_pipelinerls(tmp_path: Path) -> None:
+    """PipelineRL saves `ValueHead.state_dict()`, a linear layer named `output`, as `value_head.pt`."""
+    head = make_engine(make_lm(), value_loss_coef=0.5).policy.value_head
+    assert head is not None
+    width = head.in_features
+    saved = {"output.weight": torch.arange(width, dtype=torch.float32)[None], "output.bias": torch.tensor([3.0])}
+    torch.save(saved, tmp_path / "value_head.pt")
+    for folder in (tmp_path, tmp_path / "ours"):
+        engine = make_engine(make_lm(), value_loss_coef=0.5)
+        read_value_head(engine.policy, folder)
+        read = engine.policy.value_head
+        assert read is not None
+        assert torch.equal(read.weight, saved["output.weight"])
+        assert torch.equal(read.bias, saved["output.bias"])
+        (tmp_path / "ours").mkdir(exist_ok=True)
+        save_file(dict(read.state_dict()), tmp_path / "ours" / "value_head.safetensors")
+    torch.save({"output.weight": torch.zeros(1, 3), "output.bias": torch.zeros(1)}, tmp_path / "value_head.pt")
+    with pytest.raises(ConfigError, match="is not a value head of this model"):
+        read_value_head(engine.policy, tmp_path)
+    read_value_head(make_engine(make_lm()).policy, tmp_path)  # without a head nothing is read
 
 
 def test_every_tensor_is_in_one_file_and_files_close_when_full() -> None:

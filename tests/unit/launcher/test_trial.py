@@ -1,17 +1,20 @@
 """The scripted model finds what would fail in the run, and only that."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.chat.images import placeholder_id
 from pipelinerl.domains.largest import generate_rollout
 from pipelinerl.errors import TransportError, VerifierError
 from pipelinerl.launcher.domain_check import ByteTokenizer, TrialFailure, scripted_llm, try_rollouts
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from tests import pictures
 from tests.says import says
 
 CFG = OmegaConf.create({"llm": {"parameters": {"max_tokens": 16, "temperature": 1.0}}})
@@ -108,3 +111,19 @@ def test_byte_tokenizer_round_trips_and_bounds_are_kept() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("5 > ä").ids) == "5 > ä"
     assert scripted_llm(CFG, "x").parameters == {"max_tokens": 16, "temperature": 1.0}
+
+
+async def test_trial_plays_a_domain_of_images_if_the_model_takes_them(tmp_path: Path) -> None:
+    problems = pictures.load_problems(["train"])
+    cfg = OmegaConf.merge(CFG, {"model_path": str(tmp_path)})
+    with pytest.raises(TrialFailure, match="could not be tried"):  # no model is here yet
+        await try_rollouts(cfg, pictures.generate_rollout, problems)
+    placeholder_id.cache_clear()
+    (tmp_path / "config.json").write_text('{"image_token_id": 257}')
+    await try_rollouts(cfg, pictures.generate_rollout, problems)
+    placeholder_id.cache_clear()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrialFailure, match=says("raises on every rollout", "no `image_token_id`")) as caught:
+        await try_rollouts(cfg, pictures.generate_rollout, problems)
+    assert caught.value.certain
+    placeholder_id.cache_clear()
