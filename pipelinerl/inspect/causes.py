@@ -214,13 +214,12 @@ def unjudged(evidence: Evidence) -> Iterable[Cause]:
             command="pipelinerl rollouts {run} --worst 5",
         )
     elif same and is_sudden(attempts[: len(attempts) - same], attempts[-same:]):
-        before = attempts[: len(attempts) - same]
-        wins = statistics.fmean(float(attempt.success or 0.0) for attempt in before[-same:])
+        wins = mean_success(attempts[-same - FEWEST_ATTEMPTS : -same])
         yield Cause(
             name="judge down",
             step=attempts[-same].version,
-            text=f"the last {same} attempts on record all earn {attempts[-1].reward:g}; before, {wins:.0%} succeeded, "
-            "with answers of the same length and certainty",
+            text=f"the last {same} attempts on record all earn {attempts[-1].reward:g}; just before, {wins:.0%} "
+            "succeeded, with answers of the same length and certainty",
             cure="The policy did not change there, so what judges it did: look for its errors in actor_0/log.txt",
             level=Level.DELIVERY,
             command="pipelinerl rollouts {run} --step {step}",
@@ -229,13 +228,12 @@ def unjudged(evidence: Evidence) -> Iterable[Cause]:
 
 def is_sudden(before: Sequence[Attempt], after: Sequence[Attempt]) -> bool:
     """Whether success ended at once, and the answers next to that place have the same form."""
-    near, far = before[-len(after) :], after[: len(before)]
+    near, far = before[-FEWEST_ATTEMPTS:], after[:FEWEST_ATTEMPTS]
     if min(len(near), len(far)) < FEWEST_ATTEMPTS:
         return False
-    wins = statistics.fmean(float(attempt.success or 0.0) for attempt in near)
-    if (1 - wins) ** len(after) > math.exp(-CERTAIN * CERTAIN):
+    least, _ = wilson(mean_success(near), len(near))
+    if (1 - least) ** len(after) > math.exp(-CERTAIN * CERTAIN):
         return False
-    near, far = near[-FEWEST_ATTEMPTS:], far[:FEWEST_ATTEMPTS]
     forms = [
         [statistics.fmean(float(value(attempt)) for attempt in part) for part in (near, far)]
         for value in (lambda attempt: attempt.tokens, lambda attempt: -attempt.certainty)

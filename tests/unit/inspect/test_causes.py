@@ -44,3 +44,15 @@ def test_a_policy_that_broke_is_not_too_hard_a_task() -> None:
     assert "too hard" not in [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
     hopeless = [Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0) for n in range(1024)]
     assert "too hard" in [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
+
+
+@pytest.mark.parametrize(("last_success", "found"), [(511, True), (300, False)])
+def test_judge_is_down_only_where_success_ends_at_once(last_success: int, found: bool) -> None:
+    """Half of the attempts succeed until all earn the same. A policy that failed 200 attempts earlier did so itself."""
+    attempts = [
+        Attempt(group=f"{n // 8}", version=n // 64, reward=reward, success=float(n <= last_success and n % 2))
+        for n in range(1024)
+        for reward in [0.0 if n > 511 else float(n % 3)]
+    ]
+    names = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    assert ("judge down" in names) is found
