@@ -83,9 +83,9 @@ def environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(part for part in path if part)} | extra
 
 
-def train(case: Case, folder: Path, run_dir: Path, steps: int) -> int:
+def train(case: Case, folder: Path, run_dir: Path, steps: int, seed: int) -> int:
     """Run the case and return the launcher's exit code."""
-    given = [f"output_dir={run_dir}", f"model_path={folder / 'model'}", "tiny_model=null", f"seed={case.seed}"]
+    given = [f"output_dir={run_dir}", f"model_path={folder / 'model'}", "tiny_model=null", f"seed={case.seed + seed}"]
     given += [f"finetune.max_train_steps={steps}", f"eval_every_n_versions={steps // 2}"]
     given += ["launcher.startup_timeout_s=900", *(key.format(folder=folder) for key in case.keys)]
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", *given]
@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="run these, also if the file has them")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a run")
+    parser.add_argument("--seed", type=int, default=0, help="added to the seeds of all runs")
     parser.add_argument("--folder", type=Path, help="keep the model and the runs here")
     parser.add_argument("--again", action="store_true", help="diagnose the kept runs again")
     parser.add_argument("--json", type=Path, required=True)
@@ -145,7 +146,7 @@ def main() -> None:
             result = dict(before.get(name, {}))
             if not args.again:
                 began = time.monotonic()
-                code = train(case, folder, run_dir, args.steps)
+                code = train(case, folder, run_dir, args.steps, args.seed)
                 result |= {"exit": code, "wall_s": round(time.monotonic() - began), "steps": args.steps}
             before[name] = result | diagnose(run_dir, case)
             commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
