@@ -48,6 +48,12 @@ def open_rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return SealedStore(inner, _secret())
 
 
+def leave_ranks() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class SealedStore(dist.Store):
     """Values of another store, each with an HMAC of its key and content. Reading a forged value raises an error.
 

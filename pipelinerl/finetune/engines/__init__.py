@@ -1,5 +1,6 @@
 """Distributed engines with one interface. ``build_engine`` makes the configured one."""
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
 from pipelinerl.finetune.model import Policy
-from pipelinerl.finetune.rendezvous import open_rendezvous
+from pipelinerl.finetune.rendezvous import leave_ranks, open_rendezvous
 
 __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
 
@@ -35,7 +36,10 @@ def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
 
 
 def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Join the process group that engine ``name`` needs. A single rank may need none.
+    """Join the process group that engine ``name`` needs, and leave it when Python ends. A single rank may need none.
+
+    NCCL's watchdogs are threads that call the store. One that called it after Python's end would end the process by
+    SIGABRT, whatever it had to tell.
 
     Args:
         timeout_s: how long a rank waits for the others in one collective. The others wait while rank 0 alone waits for
@@ -51,6 +55,7 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        atexit.register(leave_ranks)
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:

@@ -21,7 +21,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.finetune.rendezvous import gather_objects
+from pipelinerl.finetune.rendezvous import gather_objects, leave_ranks
 from pipelinerl.finetune.rl.objective import LossSettings
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
@@ -138,8 +138,7 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Leave the process group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_ranks()
 
 
 def parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict]:
