@@ -1,7 +1,7 @@
 """The ranks' store is a class of Python, and threads of C++ call it: NCCL's watchdogs read and write it every second.
 
-They must get through while Python computes, waits in a collective or runs many of them, and none may be left when Python
-ends: a thread that asks for the interpreter then takes the process down, and the exit code would no longer tell why.
+They must get through while Python computes, waits in a collective or runs many of them, and none may be left when
+Python ends: a thread that asks for the interpreter then takes the process down, and the exit code no longer tells why.
 """
 
 import json
