@@ -32,7 +32,7 @@ from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
 
 SETTINGS = LossSettings(policy_loss="reinforce", kl_coef=0.01, entropy_bonus=0.01)
-ADAPTERS = LoraSection(enabled=True, r=16, alpha=16, dropout=0.0, target_modules="all-linear")
+ADAPTERS = LoraSection(enabled=True, send="merged", r=16, alpha=16, dropout=0.0, target_modules="all-linear")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 

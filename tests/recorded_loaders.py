@@ -24,18 +24,26 @@ from vllm.config import set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.adapter import adapter_specs
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
+from pipelinerl.finetune.engines.replicated import ReplicatedEngine
+from pipelinerl.finetune.model import Policy, add_adapters
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
+from pipelinerl.weights.load.adapter import ADAPTER, AdapterSlots, hold_adapter
 from pipelinerl.weights.load.learning import learn
 from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.load.swap import PACKED_PRODUCT, Census, Swap, bare_model
 from pipelinerl.weights.load.worker import StagedWeightTransferEngine
-from pipelinerl.weights.protocol import ParamSpec, PayloadRange, Staged, WeightUpdateRequest
+from pipelinerl.weights.protocol import Failed, ParamSpec, PayloadRange, Staged, WeightUpdateRequest
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.shard import Shard, gather_runs, staged_copies, staged_wholes
@@ -143,27 +151,95 @@ def unlike(ours: Any, theirs: Any, bare: Any) -> Iterator[str]:
 def updated(config: Any, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Sends two versions to a worker of a CPU server, whose large layers and experts are packed."""
     live = served(config, weights)
-    engine = StagedWeightTransferEngine(WeightTransferConfig(backend="staged"), config, CPU, live)
-    origin = Origin(SenderSettings(secret=os.environ[SECRET_VARIABLE]), sender="run", rank=0, ranks=1)
     found: dict[str, Any] = {"checks": [], "unlike": []}
-    for version in (1, 2):
-        sent = {name: torch.randn_like(tensor) * 0.1 for name, tensor in weights.items()}
+    with Updates(config, live) as updates:
+        for version in (1, 2):
+            sent = {name: torch.randn_like(tensor) * 0.1 for name, tensor in weights.items()}
+            found["checks"].append(updates.swap(version, sent))
+            found["unlike"] += unlike(live, served(config, sent), bare_model(config))
+    return found
+
+
+class Updates:
+    """The engine of one worker, and a trainer that sends it versions."""
+
+    def __init__(self, config: Any, live: nn.Module):
+        self.engine = StagedWeightTransferEngine(WeightTransferConfig(backend="staged"), config, CPU, live)
+        self.origin = Origin(SenderSettings(secret=os.environ[SECRET_VARIABLE]), sender="run", rank=0, ranks=1)
+
+    def __enter__(self) -> "Updates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+        self.origin.close()
+
+    def stage(self, version: int, sent: dict[str, torch.Tensor]) -> Staged | Failed:
         specs = tuple(spec_of(*item) for item in sent.items())
-        origin.take_snapshot(version, sent.items(), specs, SnapshotPlan())
-        part = PayloadRange(start=0, end=Layout(specs).num_bytes, sources=(origin.address,))
+        self.origin.take_snapshot(version, sent.items(), specs, SnapshotPlan())
+        part = PayloadRange(start=0, end=Layout(specs).num_bytes, sources=(self.origin.address,))
         request = WeightUpdateRequest(
             **{"sender": "run", "version": version, "params": specs, "workers": ((part,),), "transport": "tcp"},
             **{"bucket_bytes": 1 << 20, "timeout_s": 60.0, "stall_s": 20.0},
         )
-        end = engine.receiver.begin(request).reply(60)
+        end = self.engine.receiver.begin(request).reply(60)
+        assert end is not None
+        return end
+
+    def swap(self, version: int, sent: dict[str, torch.Tensor]) -> list[Any]:
+        """[bytes that were staged, whether they were compared, what differs, what was not compared]"""
+        end = self.stage(version, sent)
         assert isinstance(end, Staged), end
-        engine.finish_weight_update()
-        check = engine.compare(version)
-        found["checks"].append([end.staged_bytes, check.is_checked, check.differing, check.unlearned])
-        found["unlike"] += unlike(live, served(config, sent), bare_model(config))
-    engine.shutdown()
-    origin.close()
-    return found
+        self.engine.finish_weight_update()
+        check = self.engine.compare(version)
+        return [end.staged_bytes, check.is_checked, check.differing, check.unlearned]
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Random values of an adapter of all linear layers, or of attention beside experts, under the trainer's names."""
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if "moe" in folder.name else "all-linear"
+    lora: Any = SimpleNamespace(r=4, alpha=4, dropout=0.0, target_modules=modules)
+    lm = add_adapters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora, seed=0)
+    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
+    specs = adapter_specs(ReplicatedEngine(Policy(lm), cfg, CPU), torch.float32)
+    return {spec.name: torch.randn(spec.shape) for spec in specs}
+
+
+def with_adapter(config: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """A model whose layers vLLM has wrapped, and which holds the adapter of its requests."""
+    model = served(config, weights)
+    workers = LRUCacheWorkerLoRAManager(config, CPU, model.embedding_modules)
+    workers.create_lora_manager(model, config)
+    hold_adapter(workers)
+    return model
+
+
+@torch.no_grad()
+def adapted(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> dict[str, Any]:
+    """Sends two adapters to a worker, and compares their places with those into which vLLM loads the second one."""
+    live, expected = (with_adapter(config, weights) for _ in range(2))
+    sent = [adapter_of(folder) for _ in range(2)]
+    with Updates(config, live) as updates:
+        checks = [updates.swap(version, adapter) for version, adapter in enumerate(sent)]
+        manager = expected.lora_manager
+        manager.remove_adapter(ADAPTER.lora_int_id)
+        helper = PEFTHelper(r=4, lora_alpha=4, target_modules=[])
+        manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER.lora_int_id, sent[1], helper, device="cpu"))
+        manager.activate_adapter(ADAPTER.lora_int_id)
+        ours, theirs = (dict(AdapterSlots(model.lora_manager).named_buffers()) for model in (live, expected))
+        live.lora_manager.modules[next(iter(live.lora_manager.modules))].lora_a_stacked = ()
+        moved = updates.engine.compare(1).differing
+        unknown = {name.replace("q_proj", "z_proj"): tensor for name, tensor in sent[1].items()}
+        refused = updates.stage(2, unknown)
+    return {
+        "checks": checks,
+        "places": len(ours),
+        "filled": sum(place.any().item() for place in ours.values()),
+        "differing": [name for name in theirs if not torch.equal(ours[name], theirs[name])],
+        "of": sum(tensor.nbytes for tensor in sent[1].values()),
+        "moved": moved,
+        "refused": refused.error if isinstance(refused, Failed) else "",
+    }
 
 
 def main(output: str, folders: Iterable[Path]) -> None:
@@ -174,6 +250,7 @@ def main(output: str, folders: Iterable[Path]) -> None:
             dtype = "float32" if weights else "bfloat16"
             specs = tuple(spec_of(*item) for item in weights.items()) or specs_of(folder)
             arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype=dtype)
+            arguments.enable_lora, arguments.max_lora_rank = bool(weights), 8
             config = arguments.create_engine_config()
             for kind in ("tp", "ep") if config.model_config.is_moe else ("tp",):
                 config.parallel_config.enable_expert_parallel = kind == "ep"
@@ -186,6 +263,7 @@ def main(output: str, folders: Iterable[Path]) -> None:
                             found |= swapped(config, weights)
                         if weights and rank == 1:
                             found |= updated(config, weights)
+                            found["adapter"] = adapted(config, weights, folder)
                     print(json.dumps({"model": folder.name, "kind": kind, "rank": rank} | found), file=file)
 
 

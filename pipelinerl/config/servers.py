@@ -58,6 +58,11 @@ def served_model(config: Config, kind: str, number: int) -> str:
     return models[number % len(models)].path if models else config.model_path
 
 
+def sends_adapter(config: Config) -> bool:
+    """Whether the servers hold a frozen base and are sent the trainer's adapter alone."""
+    return config.finetune.lora.enabled and config.finetune.lora.send == "adapter"
+
+
 FIRST_ROLLOUTS = 32
 MOST_ROLLOUTS = 1024
 """With `actor.llm_max_rollouts=auto`: rollouts at a time that a server takes at first, and at most."""

@@ -1,6 +1,7 @@
 """Exports the policy as a Hugging Face model: the checkpoint's names, the run's dtype, LoRA merged, no tied duplicates.
 
 An exported model is the folder `exports/step_<n>/`. Every rank writes some of its files, then one rename publishes it.
+With LoRA its folder `adapter/` is the same policy as an adapter that PEFT loads onto the base.
 
 Weight updates and the exported model leave the value head out. The folder holds it in a separate file.
 """
@@ -24,10 +25,11 @@ from transformers.utils import cached_file
 
 from pipelinerl.config.paths import EXPORTS
 from pipelinerl.errors import CheckpointError, ConfigError
+from pipelinerl.finetune.adapter import ADAPTER_FOLDER, BASE, LORA_A, LORA_B, stage_adapter, write_adapter
 from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.longrope import restore_longrope
-from pipelinerl.finetune.model import Policy
+from pipelinerl.finetune.model import LM_PREFIX, Policy
 from pipelinerl.finetune.rendezvous import Peers
 from pipelinerl.weights.layout import spec_bytes
 from pipelinerl.weights.protocol import ParamSpec
@@ -35,11 +37,9 @@ from pipelinerl.world.disk import sync_path
 
 log = logging.getLogger(__name__)
 
-LM_PREFIX = "lm."
 VALUE_PREFIX = "value_head."
 VALUE_FILE, OLD_VALUE_FILE = "value_head.safetensors", "value_head.pt"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-BASE, LORA_A, LORA_B = ".base_layer.", ".lora_A.", ".lora_B."
 
 T = TypeVar("T")
 
@@ -116,6 +116,9 @@ class StagedExport:
     value_head: dict[str, Tensor]
     """Empty if there is none, and on ranks above 0."""
     dtype: torch.dtype
+    adapter: dict[str, Tensor]
+    """In float32. Empty without LoRA, and on ranks above 0."""
+    lora_scaling: float
 
 
 def stage_export(engine: Engine, dtype: torch.dtype) -> StagedExport:
@@ -127,7 +130,14 @@ def stage_export(engine: Engine, dtype: torch.dtype) -> StagedExport:
         if numbers[name] % engine.world_size == engine.rank:
             files[numbers[name]][name] = tensor.to("cpu", copy=True)
     num_files = max(numbers.values()) + 1
-    return StagedExport(files=dict(files), num_files=num_files, value_head=_stage_value_head(engine), dtype=dtype)
+    return StagedExport(
+        files=dict(files),
+        num_files=num_files,
+        value_head=_stage_value_head(engine),
+        dtype=dtype,
+        adapter=stage_adapter(engine),
+        lora_scaling=engine.policy.lora_scaling,
+    )
 
 
 def file_numbers(sizes: Iterable[tuple[str, int]], file_bytes: int) -> dict[str, int]:
@@ -164,7 +174,7 @@ def write_export(
             if staged.num_files > 1:
                 _write_index(folder, [entry for entries in placed for entry in entries])
             _write_surroundings(folder, staged, lm, tokenizer)
-            for path in folder.iterdir():
+            for path in folder.rglob("*"):
                 sync_path(path)
             publish(folder, target)
 
@@ -200,7 +210,7 @@ def _write_index(folder: Path, placed: Iterable[tuple[str, str, int]]) -> None:
 def _write_surroundings(
     folder: Path, staged: StagedExport, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write everything but the model's weights: configuration, code, tokenizer and value head."""
+    """Write everything but the model's weights: configuration, code, tokenizer, value head and adapter."""
     config = copy.deepcopy(lm.config)
     restore_longrope(config)
     config.architectures = [type(lm).__name__.removeprefix("FSDP")]
@@ -215,6 +225,8 @@ def _write_surroundings(
         _copy_processor(folder, tokenizer.name_or_path)
     if staged.value_head:
         save_file(staged.value_head, folder / VALUE_FILE)
+    if staged.adapter:
+        write_adapter(folder / ADAPTER_FOLDER, staged.adapter, lm, staged.lora_scaling)
 
 
 def _copy_processor(folder: Path, source: str) -> None:

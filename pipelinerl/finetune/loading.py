@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.adapter import BASE, is_adapter
 from pipelinerl.finetune.checkpoint_names import Block, CheckpointNames
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.export import BASE, LM_PREFIX, LORA_A, LORA_B
-from pipelinerl.finetune.model import empty_lm, load_lm
+from pipelinerl.finetune.model import LM_PREFIX, empty_lm, load_lm
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +96,6 @@ class WeightFiles:
             return self._open[1].get_slice(name)
         except SafetensorError as error:
             raise ConfigError(f"model_path: {path} cannot be read at {name}: {error}; get the file again") from error
-
-
-def is_adapter(name: str) -> bool:
-    return LORA_A in name or LORA_B in name
 
 
 def checkpoint_name(name: str) -> str:

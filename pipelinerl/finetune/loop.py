@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.servers import probe_tolerance
+from pipelinerl.config.servers import probe_tolerance, sends_adapter
 from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
@@ -47,6 +47,7 @@ from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.world import Job
 
@@ -247,6 +248,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
         probe_tolerance=probe_tolerance(ctx.cfg) if weights.probe else None,
+        base=base_digest(ctx.cfg.model_path) if sends_adapter(ctx.cfg) else None,
         store=store_settings(weights, ctx.run_dir) if weights.backend == "store" else None,
     )
     name = engine.broadcast_object(uuid.uuid4().hex)

@@ -6,7 +6,7 @@ models name them.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,8 @@ from pipelinerl.finetune.thresholds import Threshold
 
 log = logging.getLogger(__name__)
 
+LM_PREFIX = "lm."
+"""Of the language model's parameters in the policy."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -338,15 +340,20 @@ def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTraine
             f"`finetune.lora.target_modules` is {lora.target_modules!r}: it covers the output head, whose loss is "
             "computed without logits and would leave the adapter out; name the other modules, or use all-linear"
         )
-    if odd := [
-        name for name, _ in lm.named_parameters() if "lora_" in name and not {"lora_A", "lora_B"} & {*name.split(".")}
-    ]:
+    names = {name for name, _ in lm.named_parameters()}
+    if odd := [name for name in sorted(names) if "lora_" in name and not _adapts_linear_layer(name, names)]:
         raise ConfigError(
             f"`finetune.lora.target_modules` is {lora.target_modules!r}: it covers a module that is no linear layer "
             f"({odd[0]}), whose adapter cannot be merged for servers; name linear layers only"
         )
     _start_adapters(lm, seed)
     return lm
+
+
+def _adapts_linear_layer(name: str, names: Collection[str]) -> bool:
+    """Whether an adapter's parameter belongs to a linear layer, not to an embedding or to all experts of a layer."""
+    module, _, kind = name.partition(".lora_")
+    return kind.partition(".")[0] in ("A", "B") and f"{module}.base_layer.weight" in names
 
 
 def _start_adapters(lm: nn.Module, seed: int) -> None:

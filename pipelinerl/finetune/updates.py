@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len, probe_tolerance
+from pipelinerl.config.servers import max_model_len, probe_tolerance, sends_adapter
 from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.finetune.adapter import adapter_parameters, adapter_specs
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import exported_parameters, exported_specs
 from pipelinerl.finetune.model import DTYPES, Tokens
@@ -157,6 +158,7 @@ class WeightUpdates:
         ``stop`` tells whether the role was asked to stop.
         """
         self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
+        self._sends_adapter = sends_adapter(cfg)
         self._origin, self._sender, self._lease = origin, sender, lease
         self._status, self._stop = status, stop
         self._run_dir, self._text = run_dir, None
@@ -296,14 +298,16 @@ class WeightUpdates:
 
     @cached_property
     def _specs(self) -> list[ParamSpec]:
-        return exported_specs(self._engine, self._dtype)
+        specs = adapter_specs if self._sends_adapter else exported_specs
+        return specs(self._engine, self._dtype)
 
     def _send(self, version: int, scored: bool, plan: SnapshotPlan) -> float:
         """Send first, then score the probe: servers are asked for their scores only once they hold the version.
 
         Returns the seconds in which the probe was scored.
         """
-        parameters = exported_parameters(self._engine, self._dtype)
+        exported = adapter_parameters if self._sends_adapter else exported_parameters
+        parameters = exported(self._engine, self._dtype)
         specs = self._specs
         scores: Future[np.ndarray] = Future()
         if self._sender is not None:

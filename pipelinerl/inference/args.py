@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.config.servers import (
     FIRST_ROLLOUTS,
     devices_per_node,
     devices_per_server,
+    sends_adapter,
     served_model,
     server_options,
 )
@@ -47,6 +48,9 @@ RESERVED = {
     "middleware": "the access control of our routes is one",
     "scheduler-cls": "ours keeps cached prompts exact",
     "enable-prefix-caching": "set vllm_config.prefix_caching",
+    "enable-lora": "set finetune.lora",
+    "max-loras": "every request runs with the trainer's adapter",
+    "max-lora-rank": "set finetune.lora.r",
     "api-key": "the run's secret is the key",
     "root-path": "clients use the plain paths",
     "nnodes": "start the server's roles with --nodes",
@@ -57,6 +61,8 @@ RESERVED = {
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
 """Keys that the user may not set to another value than the run's, with the reason or the fix."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM makes room."""
 
 
 def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -> tuple[str, ...]:
@@ -141,6 +147,8 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     if job.kind == "actor_llm":
         settings["weight-transfer-config"] = {"backend": ENGINE}
         settings["worker-extension-cls"] = WEIGHT_EXTENSION
+        if sends_adapter(cfg):
+            settings |= _adapter_settings(cfg.finetune.lora)
         if cfg.finetune.router_replay:
             settings["enable-return-routed-experts"] = True
     else:
@@ -152,6 +160,21 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         if devices_per_server(cfg) == 1:
             settings["distributed-executor-backend"] = "uni"
     return settings | (_span_settings(job.span) if job.span else {})
+
+
+def _adapter_settings(lora: LoraSection) -> dict[str, Any]:
+    """Room for one adapter, in the model's data type, around the layers that the trainer adapts.
+
+    Raises:
+        ConfigError: vLLM knows no such rank.
+    """
+    rank = next((rank for rank in RANKS if rank >= lora.r), None)
+    if rank is None:
+        raise ConfigError(
+            f"`finetune.lora.r` is {lora.r}, but vLLM serves adapters up to rank {RANKS[-1]}: lower it, or set "
+            "finetune.lora.send=merged"
+        )
+    return {"enable-lora": True, "max-loras": 1, "max-lora-rank": rank}
 
 
 def _server_number(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with four additions. It runs in the engine's process, the only one that knows the order of events.
+"""vLLM's scheduler with five additions. It runs in the engine's process, the only one that knows the order of events.
 
 1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
    computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
@@ -10,6 +10,7 @@
 3. *Growth.* Clients ask how many tokens their answers have, because nothing else tells a long answer from a lost one.
 4. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
    those that lost their place. vLLM's own statistics are off, because they cost every step.
+5. *The adapter.* In a LoRA run every request, of whatever route, runs with the adapter that updates change in place.
 
 The engine around it gets one more command: the swap of the weights between two decoding steps.
 """
@@ -26,6 +27,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+
+from pipelinerl.weights.load.adapter import ADAPTER
 
 PINNED = "pipelinerl_pinned"
 """Key of ``SamplingParams.extra_args``: the request's salt is not changed."""
@@ -112,6 +115,9 @@ class AnswerScheduler(AsyncScheduler):
         super()._preempt_request(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
+        if self.lora_config is not None:
+            request.lora_request = ADAPTER
+            _hash_again(request)
         if _marked(request, WHOLE):
             self._held.setdefault(request.request_id, _Held())
         super().add_request(request)
@@ -139,8 +145,7 @@ class AnswerScheduler(AsyncScheduler):
         if _marked(request, PINNED) or request.num_output_tokens or request.cache_salt == self._version:
             return
         request.cache_salt = self._version
-        request.block_hashes = []
-        request.update_block_hashes()
+        _hash_again(request)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         reports = super().update_from_output(*args, **kwargs)
@@ -160,6 +165,11 @@ class AnswerScheduler(AsyncScheduler):
             return None
         del self._held[output.request_id]
         return held.whole(output)
+
+
+def _hash_again(request: Request) -> None:
+    request.block_hashes = []
+    request.update_block_hashes()
 
 
 def _marked(request: Request, key: str) -> bool:

@@ -202,6 +202,8 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     if service.score_temperature is not None:
         await client.collective_rpc("score_at_temperature", args=(service.score_temperature,))
     else:
+        if args.enable_lora:
+            await client.collective_rpc("hold_adapter")
         workers = [Address(*address) for address in await client.collective_rpc("weight_address")]
         secret = os.environ.get(SECRET_VARIABLE, "")
         updates = UpdateControl(

@@ -204,6 +204,7 @@ def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
         differing=tuple(sorted({name for check in checks for name in check.differing})),
         unlearned=tuple(sorted({name for check in checks for name in check.unlearned})),
         check_ms=max(check.check_ms for check in checks),
+        base=" and ".join(sorted({check.base for check in checks})),
     )
 
 

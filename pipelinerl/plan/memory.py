@@ -14,6 +14,7 @@ from pipelinerl.config.servers import (
     MOST_ROLLOUTS,
     max_model_len,
     scoring_models,
+    sends_adapter,
     server_options,
 )
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
@@ -148,12 +149,17 @@ def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
 
     The older one is still pulled, or a delta needs it.
     """
-    return 2 * shape.parameters * _element(cfg) // nodes
+    return 2 * sent_parameters(cfg, shape) * _element(cfg) // nodes
+
+
+def sent_parameters(cfg: Config, shape: ModelShape) -> int:
+    """Number of parameters in a weight update: those of the adapter, or all."""
+    return lora_parameters(shape, cfg.finetune.lora.r) if sends_adapter(cfg) else shape.parameters
 
 
 def version_bytes(cfg: Config, shape: ModelShape) -> int:
     """Bytes of one weight version as it is sent: in `finetune.dtype`."""
-    return shape.parameters * (4 if cfg.finetune.dtype == "float32" else 2)
+    return sent_parameters(cfg, shape) * (4 if cfg.finetune.dtype == "float32" else 2)
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
@@ -242,17 +248,21 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
         MemoryItem(label="activations", num_bytes=_server_activations(cfg, shape, ranks)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
+    if kind == "actor_llm" and sends_adapter(cfg):
+        items += (MemoryItem(label="adapter", num_bytes=sent_parameters(cfg, shape) * _element(cfg)),)
     if cfg.world.share_devices and kind == "actor_llm":
         items += (MemoryItem(label="staged update", num_bytes=staged_bytes(cfg, shape, ranks)),)
     return items
 
 
 def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
-    """Bytes of an update that one of a server's devices stages: the version, or its own shard of it.
+    """Bytes of an update that one of a server's devices stages: the version, or its own shard of it. Of an adapter all.
 
     A loader that computes instead of copying needs whole tensors, which this estimate leaves out. The server's log has
     the sum that it has learned (``event=shard_learned``).
     """
+    if sends_adapter(cfg):
+        return sent_parameters(cfg, shape) * _element(cfg)
     return _server_weights(cfg, shape, ranks) * _element(cfg)
 
 

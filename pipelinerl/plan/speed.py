@@ -9,7 +9,7 @@ attention lower it. `pipelinerl gpu-check` compares the prediction with a card.
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, most_rollouts
+from pipelinerl.config.servers import devices_per_server, most_rollouts, sends_adapter
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization
 from pipelinerl.plan.model_shape import ModelShape
@@ -99,6 +99,11 @@ def checkpoint_tensors(shape: ModelShape) -> int:
     return shape.layers * (9 + 3 * shape.experts) + 3
 
 
+def sent_tensors(cfg: Config, shape: ModelShape) -> int:
+    """Tensors of a weight update: A and B of a layer's seven matrices (3 of each expert), or the checkpoint's."""
+    return shape.layers * 2 * (4 + 3 * shape.experts) if sends_adapter(cfg) else checkpoint_tensors(shape)
+
+
 def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_bytes: int) -> float:
     """Seconds for which a weight update stops a server's decoding, where it is staged as planned.
 
@@ -108,7 +113,7 @@ def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_
     staged = staged_bytes(cfg, shape, ranks)
     is_near = cfg.world.share_devices or fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), "nccl")
     rate = COPY_SHARE * gpu.bandwidth if is_near else HOST_BYTES_PER_S
-    return pause_s(staged, checkpoint_tensors(shape), SwapSpeed(bytes_per_s=rate))
+    return pause_s(staged, sent_tensors(cfg, shape), SwapSpeed(bytes_per_s=rate))
 
 
 def predicted_speed(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> tuple[RoleSpeed, ...]:

@@ -9,7 +9,8 @@ from rich.table import Table
 from pipelinerl.config.debug import started_kinds
 from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
-from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, version_bytes
+from pipelinerl.config.servers import sends_adapter
+from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, sent_parameters, version_bytes
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.rates import Gpu
 from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_pause_s, predicted_speed
@@ -128,6 +129,15 @@ def pause_line(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_by
     return f"A weight update stops a server's decoding for {pause_ms:.0f} ms beside the step under way (predicted)."
 
 
+def update_line(cfg: Config, shape: ModelShape) -> str:
+    """Describe the size of a weight update."""
+    sent = version_bytes(cfg, shape)
+    if not sends_adapter(cfg):
+        return f"A weight update has {sent / 1e9:.2f} GB."
+    share = shape.parameters / sent_parameters(cfg, shape)
+    return f"A weight update has {sent / 1e9:.3f} GB, the adapter alone: {share:.0f} times fewer than all weights."
+
+
 def communicators_line(world: WorldMap) -> str:
     """Describe the NCCL communicators that weight updates keep in a GPU."""
     servers = world.get("actor_llm")
@@ -171,6 +181,7 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
         jobs,
         memory_table(plans, gpu_bytes, assumed=not detected),
         speed_table(speeds, name, assumed=not detected),
+        update_line(cfg, shape),
         pause_line(cfg, world, shape, gpu, gpu_bytes),
         communicators_line(world),
     )

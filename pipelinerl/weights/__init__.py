@@ -15,5 +15,7 @@ themselves (`load.store_follower`).
 Five folders stand on `protocol` (the messages) and `layout` (the place of each parameter in one flat buffer). `publish`
 is the trainer's end, `load` the end in vLLM's workers, `transfer` moves bytes between processes, `verify` decides
 whether a server uses what it was sent, `store` keeps versions as files. publish → verify, transfer, store. load →
-transfer → store. Only `load.worker` and `load.swap` import vLLM when they are imported.
+transfer → store. Only `load.worker`, `load.swap` and `load.adapter` import vLLM when they are imported.
+
+Where a LoRA run sends its adapter alone, the version is the adapter, and the live model is its places (`load.adapter`).
 """

@@ -210,6 +210,8 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
     unlearned: tuple[str, ...] = ()
     """Live parameters that could not be compared."""
     check_ms: float = 0.0
+    base: str = ""
+    """`pipelinerl.weights.base_files.base_digest` of the model's files, where updates bring an adapter of it."""
 
 
 # Between two processes that hold weights, in frames of a `wire.Connection`.

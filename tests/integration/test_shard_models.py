@@ -57,6 +57,24 @@ def test_cpu_worker_multiplies_with_the_sent_weights_as_if_vllm_had_loaded_them(
         assert worker["checks"] == [[worker["shard"], True, [], []]] * 2
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_worker_stages_its_shard_of_an_adapter_and_has_it_where_vllm_loads_it(
+    name: str, shards: list[dict[str, Any]]
+) -> None:
+    """Per layer q, k, v, o and, without experts, gate, up, down: A and B each. The second of two adapters, too."""
+    found = [shard["adapter"] for shard in shards if shard["model"] == name and "adapter" in shard]
+    assert len(found) == (2 if "num_experts" in FAMILIES[name] else 1)
+    for adapter in found:
+        filled = 2 * 2 * (4 if "num_experts" in FAMILIES[name] else 7)
+        assert (adapter["filled"], adapter["differing"]) == (filled, [])
+        assert [check[1:] for check in adapter["checks"]] == [[True, [], []]] * 2
+        assert {check[0] for check in adapter["checks"]} == {adapter["checks"][0][0]}
+        assert adapter["checks"][0][0] < 0.75 * adapter["of"]
+        assert "qkv_proj.lora_a_stacked" in adapter["moved"][0], "a place that the model no longer reads is found"
+        assert "z_proj" in adapter["refused"]
+        assert "finetune.lora.send=merged" in adapter["refused"]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shard_of_a_published_model_is_what_its_worker_holds(name: str, shards: list[dict[str, Any]]) -> None:
     workers = [shard for shard in shards if shard["model"] == name]

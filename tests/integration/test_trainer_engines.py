@@ -126,11 +126,14 @@ def test_ranks_sharing_each_sequence_have_the_losses_of_one(
 
 @pytest.mark.parametrize("engine", ["fsdp2", slow("fsdp2_shards"), slow("zero2"), slow("zero3")])
 def test_adapters_have_the_losses_of_one_rank_and_resume_on_it(engine: str, model: Path, tmp_path: Path) -> None:
-    """The base is streamed into FSDP2's shards, and only adapters are in the checkpoint."""
-    overrides = ["finetune.lora.enabled=true", "finetune.lora.r=4"]
-    expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], overrides=list(overrides))
-    save = {"save_at": 3, "save": str(tmp_path), "overrides": list(overrides)}
-    ours = run_ranks(tmp_path / "two.json", 2, engine, model, steps=[0, 3], **save)
+    """The base is streamed into FSDP2's shards, only adapters are in the checkpoint, and they are exported whole."""
+    overrides, folders = ["finetune.lora.enabled=true", "finetune.lora.r=4"], (tmp_path / "alone", tmp_path)
+    save = [{"save_at": 3, "save": str(folder), "overrides": list(overrides)} for folder in folders]
+    expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], **save[0])
+    ours = run_ranks(tmp_path / "two.json", 2, engine, model, steps=[0, 3], **save[1])
+    one, two = (load_file(folder / "exports/step_3/adapter/adapter_model.safetensors") for folder in folders)
+    assert one.keys() == two.keys()
+    assert max((one[name] - two[name]).abs().max() for name in one) <= 1e-5
     ours += run_ranks(tmp_path / "resumed.json", 1, "ddp", model, steps=[3, 6], load=str(tmp_path), overrides=overrides)
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy"):

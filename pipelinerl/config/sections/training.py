@@ -66,7 +66,12 @@ class RLSection(Section):
 class LoraSection(Section):
     """Low-rank adapters."""
 
-    enabled: bool = key(False, "train low-rank adapters. The servers get merged weights")
+    enabled: bool = key(False, "train low-rank adapters of a frozen base")
+    send: Literal["adapter", "merged"] = key(
+        "adapter",
+        "what the servers are sent: `adapter` = the adapter alone, which vLLM adds to the base that it loaded. "
+        "`merged` = all weights, for models and modules whose adapters vLLM does not serve ([guide](guides/lora.md))",
+    )
     r: PositiveInt = key(16, "rank")
     alpha: PositiveInt = key(16, "scale: alpha / r")
     dropout: float = key(0.0, "on the adapters' input. Leave it 0, or trainer and server differ", ge=0, lt=1)

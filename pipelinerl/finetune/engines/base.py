@@ -82,13 +82,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(
+        self, dtype: torch.dtype | None = None, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full parameters of the policy by name, gathered a few at a time. Collective: every rank must exhaust it.
 
         Every rank gets the tensors, each until the next one, which may use its memory. Tied parameters appear once.
 
         Args:
             dtype: what they will be cast to. An engine may cast its shards, so that ranks exchange and hold less.
+            trained_only: leave out those that are frozen, which are not gathered either.
         """
 
     @abstractmethod

@@ -75,18 +75,21 @@ class ShardedEngine(SteppingEngine):
         cast(FSDPModule, self.policy).set_requires_gradient_sync(last or self.shards_gradients)
         (loss * self.world_size).backward()
 
-    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(
+        self, dtype: torch.dtype | None = None, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """As in ``Engine``. On the CPU all parameters use the same memory, one after another.
 
         Gloo's all-gather allocates each tensor once more, in its own threads, whose allocators keep what was freed.
         """
         if self.device.type != "cpu":
-            yield from super().named_full_parameters(dtype)
+            yield from super().named_full_parameters(dtype, trained_only=trained_only)
             return
-        kinds = {name: dtype or parameter.dtype for name, parameter in self.parameters.items()}
-        sizes = {name: parameter.numel() * kinds[name].itemsize for name, parameter in self.parameters.items()}
+        parameters = self.trained if trained_only else self.parameters
+        kinds = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
+        sizes = {name: parameter.numel() * kinds[name].itemsize for name, parameter in parameters.items()}
         memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
-        for name, parameter in self.parameters.items():
+        for name, parameter in parameters.items():
             yield name, _gather(parameter.detach(), memory[: sizes[name]].view(kinds[name]), self.mesh)
 
     def own_pieces(self) -> dict[str, Piece]:

@@ -37,8 +37,10 @@ class SteppingEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
+    def named_full_parameters(
+        self, dtype: torch.dtype | None = None, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in (self.trained if trained_only else self.parameters).items():
             shard = parameter.detach()
             yield name, whole(shard if dtype is None else shard.to(dtype))
 

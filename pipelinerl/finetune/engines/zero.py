@@ -84,11 +84,13 @@ class ZeroEngine(Engine):
         norm = self.engine.get_global_grad_norm()
         return float(norm)
 
-    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(
+        self, dtype: torch.dtype | None = None, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """As in ``Engine``. DeepSpeed gathers its working copies, which have the training's dtype already."""
         import deepspeed
 
-        for name, parameter in self._parameters.items():
+        for name, parameter in (self._trained if trained_only else self._parameters).items():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 yield name, parameter.detach()
 

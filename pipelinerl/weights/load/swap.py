@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.load.learning import without_memory
+from pipelinerl.weights.load.learning import META, without_memory
 from pipelinerl.weights.transfer.shard import StagedCopy
 
 log = logging.getLogger(__name__)
@@ -243,13 +243,13 @@ def captures_graphs(vllm_config: VllmConfig) -> bool:
     return vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
 
 
-def bare_model(vllm_config: VllmConfig, device: torch.device | None = None) -> Any:
-    """Returns the module tree of a server's model, without memory for its weights unless a device is given."""
+def bare_model(vllm_config: VllmConfig, device: torch.device = META) -> Any:
+    """Returns the module tree of a server's model. On `meta` its weights have no memory."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    with set_default_torch_dtype(vllm_config.model_config.dtype), without_memory() if device is None else device:
+    with set_default_torch_dtype(vllm_config.model_config.dtype), without_memory() if device == META else device:
         return initialize_model(config)
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -24,8 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.load.learning import CPU, learn, learned, refuse_large
+from pipelinerl.weights.load.adapter import AdapterSlots, hold_adapter
+from pipelinerl.weights.load.learning import CPU, META, learn, learned, refuse_large
 from pipelinerl.weights.load.live_check import LiveCheck, differing
 from pipelinerl.weights.load.swap import Census, Swap, bare_model, captures_graphs, comparable, reload_in_place
 from pipelinerl.weights.pinned import pinned
@@ -61,11 +64,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        manager = getattr(model, "lora_manager", None)
+        self._slots = None if manager is None else AdapterSlots(manager)
+        """The places of the adapter, where updates bring an adapter instead of the model's weights."""
+        self._target = model if self._slots is None else self._slots
+        """What a swap fills."""
         self._bare: Any = None
         self._swap: Swap | None = None
         self._unknown = self._find_swap()
         """Why there is no `Swap`, so that vLLM's own reload puts the weights into the model."""
-        self._census = Census(model)
+        self._census = Census(self._target)
         self._copies: tuple[Layout, Shard | None, tuple[StagedCopy, ...]] | None = None
         parallel = vllm_config.parallel_config
         self._plan: tuple[Layout, LoadPlan] | None = None
@@ -114,12 +122,18 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         """Makes the swap. Returns why that is not possible, else ""."""
         try:
             with set_current_vllm_config(self.vllm_config):
-                self._bare = bare_model(self.vllm_config)
-            self._swap = Swap.of(self.model, self._bare, self.model_config, self.device)
+                self._bare = self._without_memory()
+            self._swap = Swap.of(self._target, self._bare, self.model_config, self.device)
         except Exception as error:  # noqa: BLE001 — whatever a model raises that is made without memory
             log.warning("event=weights_are_reloaded reason=%s: %s", type(error).__name__, error)
             return str(error)
         return ""
+
+    def _without_memory(self, device: torch.device = META) -> Any:
+        """Returns what a swap fills, without its memory, or with memory on another device."""
+        if self._slots is not None:
+            return AdapterSlots(self._slots.manager, device)
+        return bare_model(self.vllm_config, device)
 
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
@@ -161,7 +175,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def _learn(self, layout: Layout) -> LoadPlan:
         with set_current_vllm_config(self.vllm_config):
             if self._swap is not None:
-                return learned(self._bare, lambda: bare_model(self.vllm_config, CPU), layout)
+                return learned(self._bare, lambda: self._without_memory(CPU), layout)
             refuse_large(layout, self._unknown)
             try:
                 return learn(self._bare, self._bare.load_weights, layout.specs)
@@ -176,7 +190,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if staged is None or self._plan is None:
                 return WeightCheck(is_checked=False)
             layout, buffer = staged
-            live = comparable(self.model)
+            live = comparable(self.model) if self._slots is None else dict(self._slots.named_buffers())
             shard = self._shard_in(layout, buffer)
             copies = [one for one in self._copies_of(layout, shard) if one.target in live]
             wrong = {*differing(copies, live, buffer)}
@@ -184,7 +198,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if self._swap is not None:
                 wrong |= {*self._swap.unused()}
                 known |= self._swap.packed
-            unlearned = {name for name, _ in self.model.named_parameters()} - known
+            if self._slots is not None:
+                wrong |= {*self._slots.unused()}
+            unlearned = {name for name, _ in self._target.named_parameters()} - known
             whole = checksum(buffer) if shard is None else ""
         is_sent = self.receiver.is_sent(version, shard) if shard is not None else True
         if is_sent is False:
@@ -194,7 +210,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             checksum=whole,
             differing=tuple(sorted(wrong)),
             unlearned=tuple(sorted(unlearned)),
+            base=self._base_digest,
         )
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return "" if self._slots is None else base_digest(self.model_config.model)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         if self._swap is not None:
@@ -215,6 +236,11 @@ class WeightUpdateExtension:
     weight_transfer_engine: StagedWeightTransferEngine
     vllm_config: VllmConfig
     model_runner: Any
+    """vLLM's."""
+
+    def hold_adapter(self) -> None:
+        """Makes room for the adapter of every request. Called after vLLM's warm-up, which removes adapters."""
+        hold_adapter(self.model_runner.lora_manager)
 
     def weight_address(self) -> tuple[str, int]:
         """Returns the address at which this worker sends and receives weights."""
@@ -233,5 +259,4 @@ class WeightUpdateExtension:
         engine.receiver.staged(version)
         with set_current_vllm_config(self.vllm_config):
             engine.finish_weight_update()
-        self.model_runner.reset_lora_state()
         engine.check.is_live(version, lambda: engine.compare(version))

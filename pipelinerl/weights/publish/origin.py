@@ -82,6 +82,8 @@ class SenderSettings:
     """Send only the changes to servers that hold the previous version, if that is smaller. ``auto``: and faster."""
     probe_tolerance: float | None = None
     """`weights.probe_tolerance` for checking that servers use their weights (`weight checker`). None = no checks."""
+    base: str | None = None
+    """`base_files.base_digest` of the base, where an adapter is sent alone. None = all weights are sent."""
     store: StoreSettings | None = None
     """Where versions are written. None = servers pull them from the ranks."""
 

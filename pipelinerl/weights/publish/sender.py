@@ -86,6 +86,7 @@ class WeightSender:
                 timeout_s=settings.timeout_s,
                 report=lambda miss: self._loop.call(lambda: self._queue_miss(miss)),
                 passed=lambda: self._loop.wake(),
+                base=settings.base,
                 exceeded=self._queue_exceeded,
             )
         self._pool = ServerPool(

@@ -128,6 +128,8 @@ class WeightChecker:
         timeout_s: a server that does not answer within this time misses its probe.
         report: called with every `Miss`, from any thread.
         passed: called when ``verified`` has changed, from any thread.
+        base: `base_files.base_digest` of the base that servers must have loaded, where they are sent an adapter alone.
+            None = they are sent all weights.
         exceeded: called with the name of a server that differs by more than ``tolerance`` at version 0, and the
             verdict, from any thread.
     """
@@ -140,9 +142,10 @@ class WeightChecker:
         timeout_s: float,
         report: Callable[[Miss], None],
         passed: Callable[[], object],
+        base: str | None = None,
         exceeded: Callable[[str, LogprobVerdict], object] = lambda server, verdict: None,
     ):
-        self._exceeded = exceeded
+        self._exceeded, self._base = exceeded, base
         self._tolerance, self._timeout_s, self._report, self._passed = tolerance, timeout_s, report, passed
         self._connect = partial(ProbeClient, secret=secret, timeout_s=timeout_s)
         self._states: dict[str, CheckState] = {}
@@ -319,12 +322,14 @@ class WeightChecker:
         """Returns the reason why the server does not use the version. Empty if it does or nothing can be decided."""
         version, expected, _ = question
         check = state.server.compare(version)
+        if self._base is not None and check.base != self._base:
+            return f"its base is another one: digest {check.base[:16]!r} of its files instead of {self._base[:16]!r}"
         if check.differing:
             more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
             return f"{check.differing[0]}{more} are not the bytes that it received"
         if check.is_checked and check.checksum and check.checksum != expected.checksum.result(self._timeout_s):
             return f"received other bytes: checksum {check.checksum} instead of {expected.checksum.result()}"
-        passed = check.is_checked and not check.unlearned
+        passed = check.is_checked and not check.unlearned and (self._base is None or not state.has_other_file)
         if passed:
             self._mark_verified(state, question)  # beyond the bytes, log-probabilities are asked of few versions
         if expected.scores is not None:

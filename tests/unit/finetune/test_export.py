@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import export
+from pipelinerl.finetune.adapter import adapter_parameters, adapter_specs
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.export import (
     exported_parameters,
@@ -96,6 +98,34 @@ def test_merged_adapters_give_the_adapted_models_logits(tmp_path: Path) -> None:
     with torch.no_grad():
         assert (merged(input_ids=IDS).logits - adapted).abs().max() <= 1e-5
         assert (base(input_ids=IDS).logits - adapted).abs().max() > 1e-3
+        loaded = PeftModel.from_pretrained(base, folder / "adapter")
+        assert (loaded(input_ids=IDS).logits - adapted).abs().max() <= 1e-6
+        greedy = [
+            model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, eos_token_id=99, pad_token_id=0)
+            for model in (loaded, merged)
+        ]
+    assert torch.equal(*greedy)
+
+
+def test_servers_are_sent_the_adapter_under_pefts_names_with_the_scaling_in_b() -> None:
+    lora = SimpleNamespace(r=2, alpha=6, dropout=0.0, target_modules=["q_proj", "down_proj"])
+    engine = make_engine(add_adapters(make_lm(), lora, seed=0), lora_scaling=3.0, value_loss_coef=0.5)
+    with torch.no_grad():
+        for name, parameter in engine.policy.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    sent = dict(adapter_parameters(engine, torch.bfloat16))
+    assert [(spec.name, spec.dtype, spec.shape) for spec in adapter_specs(engine, torch.bfloat16)] == [
+        (name, "bfloat16", tuple(tensor.shape)) for name, tensor in sent.items()
+    ]
+    modules = [
+        f"base_model.model.model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")
+    ]
+    assert [*sent] == [f"{module}.lora_{kind}.weight" for module in modules for kind in "AB"]
+    trained = dict(engine.policy.lm.named_parameters())
+    a, b = (sent[f"{modules[3]}.lora_{kind}.weight"] for kind in "AB")
+    assert torch.equal(a, trained["model.layers.1.mlp.down_proj.lora_A.default.weight"].bfloat16())
+    assert torch.equal(b, torch.full((8, 2), 0.9).bfloat16()), "scaled in float32, then rounded"
 
 
 def test_large_model_is_exported_in_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pipelinerl.config.sections import LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.model import add_adapters, turn_dropout_off
-from tests.models import make_qwen2
+from tests.models import make_family, make_qwen2
 
 
 def test_dropout_is_off_in_training_whatever_the_configuration_says() -> None:
@@ -33,7 +33,7 @@ def test_attention_dropout_given_as_a_number_is_off_too() -> None:
 @pytest.mark.parametrize("modules", [["q_proj", "lm_head"], r".*(q_proj|lm_head)"])
 def test_adapters_on_the_output_head_are_refused(modules: list[str] | str) -> None:
     pytest.importorskip("peft")
-    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules=modules)
+    lora = LoraSection(enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules=modules)
     with pytest.raises(ConfigError, match=r"target_modules.*output head"):
         add_adapters(make_qwen2(32, tied=False), lora, seed=0)
 
@@ -41,14 +41,25 @@ def test_adapters_on_the_output_head_are_refused(modules: list[str] | str) -> No
 def test_adapters_on_the_embedding_are_refused() -> None:
     """They have another form, which would be lost where adapters are merged for servers."""
     pytest.importorskip("peft")
-    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules=["q_proj", "embed_tokens"])
+    lora = LoraSection(
+        enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules=["q_proj", "embed_tokens"]
+    )
     with pytest.raises(ConfigError, match=r"target_modules.*embed_tokens"):
         add_adapters(make_qwen2(32, tied=False), lora, seed=0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # peft's, about its own patterns for experts
+def test_adapters_of_experts_are_refused() -> None:
+    """peft's all-linear also adapts the tensors that hold all experts of a layer."""
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules="all-linear")
+    with pytest.raises(ConfigError, match=r"target_modules.*experts"):
+        add_adapters(make_family("qwen3_moe"), lora, seed=0)
+
+
 def test_adapters_of_a_seed_have_the_same_values_whatever_was_drawn_before() -> None:
     pytest.importorskip("peft")
-    lora = LoraSection(enabled=True, r=4, alpha=2, dropout=0.0, target_modules="all-linear")
+    lora = LoraSection(enabled=True, send="merged", r=4, alpha=2, dropout=0.0, target_modules="all-linear")
     models = [add_adapters(make_qwen2(32), lora, seed=seed) for seed in (3, 3, 4)]
     first, same, other = ({n: p for n, p in lm.named_parameters() if p.requires_grad} for lm in models)
     assert all(torch.equal(first[name], same[name]) for name in first)
@@ -62,6 +73,6 @@ def test_adapters_of_a_seed_have_the_same_values_whatever_was_drawn_before() -> 
 
 def test_adapters_on_all_linear_layers_leave_the_output_head_alone() -> None:
     pytest.importorskip("peft")
-    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules="all-linear")
+    lora = LoraSection(enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules="all-linear")
     lm = add_adapters(make_qwen2(32, tied=False), lora, seed=0)
     assert isinstance(lm.get_output_embeddings(), torch.nn.Linear)

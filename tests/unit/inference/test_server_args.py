@@ -234,3 +234,20 @@ def test_servers_of_the_reference_and_of_teachers_take_turns() -> None:
     part = Job(name="preprocessor_llm_part_3", kind="preprocessor_llm", replica_idx=3, span=span(1), port=1)
     assert span(1).nodes == 2, "a server has one part beside its first node"
     assert settings(vllm_arguments(config(teachers), world(nodes=2), part))["--model"] == "/models/b"
+
+
+def test_policy_of_a_lora_run_has_room_for_the_adapter_alone() -> None:
+    lora = ("finetune.lora.enabled=true", "finetune.lora.r=20")
+    found = settings(vllm_arguments(config(*lora), world(), POLICY))
+    assert {key: found[key] for key in ("--enable-lora", "--max-loras", "--max-lora-rank")} == {
+        "--enable-lora": True,
+        "--max-loras": "1",
+        "--max-lora-rank": "32",
+    }
+    for other in (config(), config(*lora, "finetune.lora.send=merged")):
+        assert "--enable-lora" not in settings(vllm_arguments(other, world(), POLICY))
+    assert "--enable-lora" not in settings(vllm_arguments(config(*lora), world(), REFERENCE))
+    with pytest.raises(ConfigError, match=says("finetune.lora.r", 600, 512, "finetune.lora.send=merged")):
+        vllm_arguments(config(*lora, "finetune.lora.r=600"), world(), POLICY)
+    with pytest.raises(ConfigError, match=says("enable-lora", "finetune.lora")):
+        vllm_arguments(config("+vllm_config.vllm_kwargs.enable-lora=true"), world(), POLICY)

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.config import load
+from pipelinerl.plan.memory import staged_bytes, version_bytes
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.rates import GPUS
 from pipelinerl.plan.speed import (
@@ -17,7 +18,7 @@ from pipelinerl.plan.speed import (
     trainer_speed,
     training_flops,
 )
-from pipelinerl.plan.world_table import communicators_line, render_world
+from pipelinerl.plan.world_table import communicators_line, render_world, update_line
 from pipelinerl.world import Cluster, Node, map_world
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
@@ -97,6 +98,23 @@ def test_the_pause_is_the_copy_of_what_a_server_stages() -> None:
     assert predicted_pause_s(make_config(), SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / 50e9)
     assert predicted_pause_s(near, SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / (0.39 * 3.35e12))
     assert checkpoint_tensors(SHAPE) == 339
+
+
+def test_an_adapter_is_a_fiftieth_of_an_update_at_most_and_pauses_for_its_tensors() -> None:
+    """Rank 16 on 7 matrices of 28 layers: 3584 + 3584 twice, 3584 + 512 twice, 3584 + 18944 three times."""
+    parameters = 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    adapter, merged = (
+        make_config("finetune.lora.enabled=true"),
+        make_config("finetune.lora={enabled: true, send: merged}"),
+    )
+    assert version_bytes(adapter, SHAPE) == staged_bytes(adapter, SHAPE, 1) == 2 * parameters
+    assert version_bytes(merged, SHAPE) == version_bytes(make_config(), SHAPE) == 2 * PARAMETERS
+    assert version_bytes(merged, SHAPE) / version_bytes(adapter, SHAPE) > 188
+    assert predicted_pause_s(adapter, SHAPE, H100, 1, 80 * 2**30) == 28 * 14 * 8e-6
+    assert update_line(adapter, SHAPE) == (
+        "A weight update has 0.081 GB, the adapter alone: 189 times fewer than all weights."
+    )
+    assert update_line(merged, SHAPE) == "A weight update has 15.23 GB."
 
 
 def test_communicators_are_those_of_the_transport_and_the_number_of_servers() -> None:

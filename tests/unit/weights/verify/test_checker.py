@@ -1,5 +1,6 @@
 """The weight checker against servers of a few lines: calibration, faults, what is pushed again and what is given up."""
 
+import contextlib
 import json
 import logging
 import re
@@ -31,6 +32,7 @@ class Server:
         self.rng = np.random.default_rng(seed)
         self.label, self.moved, self.checksum, self.differing = "default", 0.0, "right", []
         self.unlearned: list[str] = []
+        self.base = ""
         self.is_checked, self.scored, self.answers = True, 0, True
         server = self
 
@@ -50,7 +52,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def check(self, version: int) -> dict[str, Any]:
-        keys = ("is_checked", "checksum", "differing", "unlearned")
+        keys = ("is_checked", "checksum", "differing", "unlearned", "base")
         return {key: getattr(self, key) for key in keys}
 
     def score(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class Server:
 
 
 class Harness:
-    def __init__(self, tolerance: float = 0.2, timeout_s: float = 20.0) -> None:
+    def __init__(self, tolerance: float = 0.2, timeout_s: float = 20.0, base: str | None = None) -> None:
         self.server = Server()
         self.misses: list[Miss] = []
         self.exceeded: list[Any] = []
@@ -80,6 +82,7 @@ class Harness:
             timeout_s=timeout_s,
             report=self.misses.append,
             passed=self._pass,
+            base=base,
             exceeded=lambda server, verdict: self.exceeded.append((server, verdict)),
         )
         self.checker.add_server(job)
@@ -106,14 +109,40 @@ class Harness:
     def state(self) -> Any:
         return self.checker._states["s0"]
 
+    def close(self) -> None:
+        self.checker.close()
+        self.server.http.shutdown()
+        self.server.http.server_close()
+
 
 @pytest.fixture
 def harness() -> Iterator[Harness]:
-    harness = Harness()
-    yield harness
-    harness.checker.close()
-    harness.server.http.shutdown()
-    harness.server.http.server_close()
+    with contextlib.closing(Harness()) as harness:
+        yield harness
+
+
+def test_server_of_another_base_is_never_verified_where_an_adapter_alone_is_sent() -> None:
+    with contextlib.closing(Harness(base="1234")) as harness:
+        harness.calibrate()
+        harness.server.base = "1234"
+        harness.push(0)
+        assert (harness.misses, harness.gate) == ([], [0])
+        harness.server.base = "5678"
+        harness.push(1)
+        harness.push(1)
+        assert harness.gate == [0]
+    assert [(miss.version, miss.is_final) for miss in harness.misses] == [(1, False), (1, True)]
+    assert "its base is another one: digest '5678' of its files instead of '1234'" in harness.misses[0].reason
+
+
+def test_server_whose_base_computes_otherwise_is_not_verified_by_the_adapters_bytes() -> None:
+    with contextlib.closing(Harness(base="", tolerance=1e-3)) as harness:
+        harness.server.moved = 0.5
+        harness.calibrate()
+        harness.push(0)
+        harness.push(0)
+        assert harness.gate == []
+    assert [miss.is_final for miss in harness.misses] == [False, True]
 
 
 def test_text_is_sampled_by_the_first_server_that_answers(harness: Harness) -> None:
