@@ -143,7 +143,8 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
 def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         def refuse(status: int, message: object) -> web.Response:
-            return web.json_response(dialect.error(status, str(message)), status=status)
+            headers = {"x-should-retry": "false"} if status == 502 else None  # the clients of OpenAI and Anthropic obey
+            return web.json_response(dialect.error(status, str(message)), status=status, headers=headers)
 
         if not _authorised(request, agent.api_key):
             return refuse(401, "wrong api key: use the api_key of this rollout")

@@ -58,6 +58,7 @@ class _ResponsesBody(_ResponsesCount, kw_only=True):
     """The fields of a request that are checked. Other fields are ignored here."""
 
     background: bool | None = None
+    include: list[str] | None = None
     text: _TextConfig | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -79,6 +80,8 @@ class Responses:
         for name in ("background", "top_logprobs"):
             if getattr(request, name):
                 raise ValueError(_unknown(name))
+        if any("logprobs" in one for one in request.include or ()):
+            raise ValueError(f"include is {request.include}: only Chat Completions has log-probabilities")
         asked = self._conversation(request)
         names = {"max_tokens": request.max_output_tokens, "temperature": request.temperature, "top_p": request.top_p}
         return replace(asked, parameters=names, stream=bool(request.stream))

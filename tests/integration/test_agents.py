@@ -156,10 +156,18 @@ async def test_run_agent_process_failing_program_is_a_domain_error():
 
 
 async def test_record_agent_failed_server_never_becomes_a_reward():
-    async with aiohttp.ClientSession() as session, record_agent(FakeLLM.saying(unreachable), session) as agent:
-        async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0) as client:
+    """The client, which would try twice more, is told not to: the rollout is lost."""
+    asked = []
+
+    def fail(prompt: str) -> str:
+        asked.append(prompt)
+        return unreachable(prompt)
+
+    async with aiohttp.ClientSession() as session, record_agent(FakeLLM.saying(fail), session) as agent:
+        async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client:
             with pytest.raises(openai.InternalServerError, match="connection refused"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        assert len(asked) == 1
         with pytest.raises(TransportError, match="connection refused"):
             agent.result(reward=0.0, success=False)
 

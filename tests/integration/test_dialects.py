@@ -289,6 +289,7 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x
         ("responses", {"input": "hi", "tools": [{"type": "web_search"}]}, ["'web_search'"]),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, ["'item_reference'"]),
         ("responses", {"input": "hi", "background": True}, ["background"]),
+        ("responses", {"input": "hi", "include": ["message.output_text.logprobs"]}, ["only Chat Completions has"]),
         ("responses/input_tokens", {"input": "hi", "conversation": "conv_1"}, ["conversation is set"]),
         ("responses", {"input": []}, ["input is empty"]),
     ],
