@@ -18,12 +18,12 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.coding.judge import Runner
-from pipelinerl.domains.coding.rollouts import runner_of
 from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.domains.sandbox import ProgramRunner
+from pipelinerl.domains.sandbox.choice import runner_of
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import LLMCall, Prompt, ToolCall, TrainableLLM
@@ -96,7 +96,7 @@ TOOLS = {
 }
 
 
-async def call_tool(call: ToolCall, runner: Runner) -> str:
+async def call_tool(call: ToolCall, runner: ProgramRunner) -> str:
     """Runs a tool and returns its result as text for the model. A failing program is a result too.
 
     Raises:
@@ -125,7 +125,7 @@ async def calculate(expression: str) -> str:
         return f"error: {error}"
 
 
-async def run_program(code: str, runner: Runner) -> str:
+async def run_program(code: str, runner: ProgramRunner) -> str:
     (outcome, *_) = await runner.run_python(code, [""])
     if outcome.ended == "exited" and outcome.exit_code == 0:
         return outcome.stdout or "(no output)"

@@ -183,6 +183,12 @@ class Config(Section):
         "several trainer ranks: FSDP2 (torch's `fully_shard`). Needs `use_deepspeed: false`",
         may_change=True,
     )
+    sandbox: str | None = key(
+        None,
+        "dotted name of a function of yours `(cfg, session)` that returns the sandbox of domains that run code "
+        "([verification.md](verification.md#another-sandbox)). Null = SandboxFusion or the embedded one",
+        may_change=True,
+    )
     sandbox_endpoint: str | None = key(
         None,
         "URL of a SandboxFusion service for domains that run code. Null = `SANDBOX_ENDPOINT` from the environment, "

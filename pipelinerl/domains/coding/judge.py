@@ -6,11 +6,10 @@ There are two kinds of tests: standard input → standard output, and function c
 import json
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from pipelinerl.domains.sandbox import Outcome
+from pipelinerl.domains.sandbox import Outcome, ProgramRunner
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict, correct, no_answer
 
@@ -19,12 +18,6 @@ LANGUAGES = ("", "python", "python3", "py")
 MAX_CODE_CHARS = 100_000
 TOLERANCE = 1e-6
 SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
-
-
-class Runner(Protocol):
-    """Runs programs: the embedded sandbox or SandboxFusion."""
-
-    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +73,7 @@ def extract_code(completion: str) -> str | None:
     return code
 
 
-async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:
+async def judge(completion: str, suite: TestSuite, runner: ProgramRunner) -> Verdict:
     """Judges a whole output. The score is the share of tests passed, and ``correct`` means all.
 
     Args:

@@ -1,16 +1,12 @@
 """The rollout of one task with one program as answer."""
 
-import asyncio
-import os
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.coding.fusion import RUN_TIMEOUT_S, SandboxFusion
-from pipelinerl.domains.coding.judge import Runner, TestSuite, judge
-from pipelinerl.domains.sandbox import Sandbox
+from pipelinerl.domains.coding.judge import TestSuite, judge
+from pipelinerl.domains.sandbox.choice import runner_of
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.records.verdicts import Verdict
@@ -18,20 +14,9 @@ from pipelinerl.rollouts import RolloutResult
 
 required_problem_keys = ("task", "tests")
 
-ENDPOINT_VARIABLE = "SANDBOX_ENDPOINT"
 STDIN_PROMPT = "Write a Python program that reads standard input and writes standard output."
 FUNCTION_PROMPT = "Write a Python function named `{name}`."
 FORMAT_PROMPT = "Think first, then give the whole program in one ```python block."
-
-_sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Sandbox] = WeakKeyDictionary()
-
-
-def runner_of(cfg: DictConfig, session: aiohttp.ClientSession) -> Runner:
-    """Returns SandboxFusion if an endpoint is configured, else the embedded sandbox, one per event loop."""
-    endpoint = cfg.get("sandbox_endpoint") or os.environ.get(ENDPOINT_VARIABLE)
-    if endpoint:
-        return SandboxFusion(endpoint, session, run_timeout_s=cfg.get("sandbox_timeout_s") or RUN_TIMEOUT_S)
-    return _sandboxes.setdefault(asyncio.get_running_loop(), Sandbox())
 
 
 def instructions(tests: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ program's PID namespace, an init process inside of it, and the program, once per
 the program started is alive and nothing that it wrote is left. ``runner`` names the means.
 """
 
-from pipelinerl.domains.sandbox.runner import Limits, Outcome, Sandbox
+from pipelinerl.domains.sandbox.protocol import Outcome, ProgramRunner
+from pipelinerl.domains.sandbox.runner import Limits, Sandbox
 
-__all__ = ["Limits", "Outcome", "Sandbox"]
+__all__ = ["Limits", "Outcome", "ProgramRunner", "Sandbox"]

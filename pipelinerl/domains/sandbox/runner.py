@@ -32,8 +32,9 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from pipelinerl.domains.sandbox.protocol import Outcome
 from pipelinerl.errors import VerifierError
 
 INSIDE = Path(__file__).parent / "inside"
@@ -72,8 +73,6 @@ GRACE_S = 10.0
 STOP_S = 5.0
 MAX_LINE = 1 << 30
 
-Ended = Literal["exited", "signal", "time", "memory", "output"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -90,19 +89,6 @@ class Limits:
     """Size of each of the two folders that can be written. A full one answers as a full disk does."""
     processes: int = 32
     output_kb: int = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What was seen of one run."""
-
-    ended: Ended
-    """exited by itself, or by a signal, or the limit that it passed."""
-    exit_code: int
-    seconds: float
-    stdout: str
-    stderr: str
-    """Its last few KiB."""
 
 
 TOO_LATE = Outcome(ended="time", exit_code=-9, seconds=0.0, stdout="", stderr="")

@@ -7,12 +7,12 @@ import pytest
 from aiohttp import ClientSession, web
 from omegaconf import OmegaConf
 
-from pipelinerl.domains.coding import fusion as fusion_module
 from pipelinerl.domains.coding import generate_rollout
 from pipelinerl.domains.coding import rollouts as rollouts_module
-from pipelinerl.domains.coding.fusion import SandboxFusion
 from pipelinerl.domains.coding.judge import TestSuite, extract_code, judge, same_text, same_value
 from pipelinerl.domains.sandbox import Outcome, Sandbox
+from pipelinerl.domains.sandbox import fusion as fusion_module
+from pipelinerl.domains.sandbox.fusion import SandboxFusion
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import run_rollout
 
@@ -185,7 +185,7 @@ async def test_sandbox_fusion_answers_become_outcomes():
 
 
 async def test_sandbox_error_is_repeated_and_then_a_verifier_error(monkeypatch):
-    monkeypatch.setattr("pipelinerl.domains.coding.fusion.FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("pipelinerl.domains.sandbox.fusion.FIRST_DELAY_S", 0.001)
     failed = {"status": "SandboxError", "message": "no container"}
     (outcome,) = await fusion([failed, answer("Finished", 0, "ok")], [""])
     assert outcome.stdout == "ok"

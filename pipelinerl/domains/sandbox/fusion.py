@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from pipelinerl.domains.sandbox import Outcome
+from pipelinerl.domains.sandbox.protocol import Outcome
 from pipelinerl.errors import VerifierError
 
 RETRIES = 4
@@ -15,6 +15,8 @@ FIRST_DELAY_S = 0.5
 MAX_CONCURRENT = 64
 """Requests of all rollouts of a worker at one time."""
 RUN_TIMEOUT_S = 10.0
+SPARE_S = 30.0
+"""For an answer, beyond three times the longest run."""
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -34,15 +36,7 @@ class SandboxFusion:
         self._slots = worker_slots()
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        """Runs the program once per standard input, until a run does not exit by itself.
-
-        Args:
-            code: the program.
-            stdins: standard inputs.
-            stop_on_failure: also stop after the first run with a non-zero exit code.
-        Raises:
-            VerifierError: the service did not answer, or its sandbox failed.
-        """
+        """See ``ProgramRunner``. A service that does not answer is asked ``RETRIES`` times more."""
         outcomes = []
         for stdin in stdins:
             outcomes.append(await self._run(code, stdin))
@@ -52,7 +46,7 @@ class SandboxFusion:
 
     async def _run(self, code: str, stdin: str) -> Outcome:
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self._run_timeout_s}
-        timeout = aiohttp.ClientTimeout(total=self._run_timeout_s * 3 + 30)
+        timeout = aiohttp.ClientTimeout(total=self._run_timeout_s * 3 + SPARE_S)
         failure: Any = None
         for attempt in range(RETRIES + 1):
             if attempt:

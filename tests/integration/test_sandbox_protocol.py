@@ -1,0 +1,123 @@
+"""What every sandbox does: the embedded one, SandboxFusion and one of the user's own. A failing one is no reward."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl.actor.failures import VERIFIER, classify
+from pipelinerl.domains.coding import generate_rollout
+from pipelinerl.domains.sandbox import Limits, Outcome, ProgramRunner, Sandbox, choice, runner
+from pipelinerl.domains.sandbox.choice import runner_of
+from pipelinerl.errors import VerifierError
+from pipelinerl.testing import run_rollout
+
+KINDS = ("embedded", "fusion", "own")
+REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "unfinished": None}
+PROBLEM = {"task": "Double.", "tests": {"inputs": ["2", "3"], "outputs": ["4", "6"]}}
+PROGRAM = "```python\nprint(2 * int(input()))\n```"
+
+
+class Own:
+    """A sandbox of a user's: it is the embedded one, with a shorter limit."""
+
+    def __init__(self) -> None:
+        self._sandbox = Sandbox(limits=Limits(wall_s=1.0))
+
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+        return await self._sandbox.run_python(code, stdins, stop_on_failure=stop_on_failure)
+
+
+class Broken:
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+        raise VerifierError("the provider has no machine")
+
+
+def own_sandbox(cfg: DictConfig, session: ClientSession) -> ProgramRunner:
+    return Own()
+
+
+def broken_sandbox(cfg: DictConfig, session: ClientSession) -> ProgramRunner:
+    return Broken()
+
+
+async def run_code(request: web.Request) -> web.Response:
+    """SandboxFusion's route, with the embedded sandbox behind it."""
+    body = await request.json()
+    sandbox = Sandbox(limits=Limits(wall_s=body["run_timeout"]))
+    (outcome,) = await sandbox.run_python(body["code"], [body["stdin"]])
+    sandbox.close()
+    status = {"exited": "Finished", "time": "TimeLimitExceeded"}.get(outcome.ended, "Error")
+    run = {"status": status, "return_code": outcome.exit_code, "stdout": outcome.stdout, "stderr": outcome.stderr}
+    return web.json_response({"status": "Success", "run_result": run})
+
+
+@asynccontextmanager
+async def configured(kind: str) -> AsyncIterator[dict[str, Any]]:
+    """A configuration that chooses the sandbox."""
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    async with TestServer(app) as server:
+        chosen = {"fusion": {"sandbox_endpoint": str(server.make_url("")), "sandbox_timeout_s": 1.0}}
+        chosen["own"] = {"sandbox": f"{__name__}.own_sandbox"}
+        yield {"rewards": REWARDS, **chosen.get(kind, {})}
+    if embedded := choice._sandboxes.pop(asyncio.get_running_loop(), None):
+        embedded.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_sandbox_runs_each_input_alone_and_stops_as_asked(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    async with configured(kind) as cfg, ClientSession() as session:
+        sandbox = runner_of(OmegaConf.create(cfg), session)
+        outcomes = await sandbox.run_python("import sys\nx = int(input())\nprint(x)\nsys.exit(x)", ["0", "3", "0"])
+        assert [(o.ended, o.exit_code, o.stdout.strip()) for o in outcomes] == [
+            ("exited", 0, "0"), ("exited", 3, "3"), ("exited", 0, "0"),
+        ]  # fmt: skip
+        outcomes = await sandbox.run_python("import sys; sys.exit(int(input()))", ["0", "3", "0"], stop_on_failure=True)
+        assert [o.exit_code for o in outcomes] == [0, 3]
+        if kind != "embedded":  # its limit is 15 s
+            outcomes = await sandbox.run_python("while True: pass", ["", ""])
+            assert [o.ended for o in outcomes] == ["time"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_program_in_any_sandbox_is_rewarded_alike(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    async with configured(kind) as cfg:
+        for reply, reward in ((PROGRAM, 1.0), (PROGRAM.replace("2 *", "3 *"), 0.0), ("print(1)", -1.0)):
+            assert (await run_rollout(generate_rollout, PROBLEM, [reply], cfg)).metrics.reward == reward
+
+
+@pytest.mark.parametrize("how", ["jail", "down", "status", "silent", "own"])
+async def test_sandbox_that_fails_is_no_reward(how: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    monkeypatch.setattr("pipelinerl.domains.sandbox.fusion.FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("pipelinerl.domains.sandbox.fusion.SPARE_S", 0.1)
+
+    async def answer(request: web.Request) -> web.Response:
+        if how == "silent":
+            await asyncio.sleep(60)
+        return web.Response(status=503)
+
+    def no_jail(modes: Sequence[str]) -> None:
+        raise VerifierError("programs cannot be isolated on this machine")
+
+    app = web.Application()
+    app.router.add_post("/run_code", answer)
+    async with TestServer(app) as server:
+        url = "http://127.0.0.1:9" if how == "down" else str(server.make_url(""))
+        cfg: dict[str, Any] = {"rewards": REWARDS, "sandbox_endpoint": url, "sandbox_timeout_s": 0.05}
+        if how == "jail":
+            monkeypatch.setattr(runner, "start_jail", no_jail)
+            cfg["sandbox_endpoint"] = None
+        if how == "own":
+            cfg["sandbox"] = f"{__name__}.broken_sandbox"
+        with pytest.raises(VerifierError) as raised:
+            await run_rollout(generate_rollout, PROBLEM, [PROGRAM], cfg)
+    assert classify(raised.value) == VERIFIER
