@@ -33,9 +33,10 @@ def library(module: str, extra: str) -> Any:
 @contextmanager
 def asking(peer: str, *failures: type[Exception]) -> Iterator[None]:
     """Turns errors of the connection to ``peer``, and the library's own ``failures``, into ``TransportError``."""
+    kinds: tuple[type[Exception], ...] = (OSError, *failures)
     try:
         yield
-    except tuple({OSError, *failures}) as error:
+    except kinds as error:
         raise TransportError(f"{peer} did not answer: {type(error).__name__}: {error}") from error
 
 
