@@ -11,7 +11,7 @@ import html
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +24,7 @@ from pipelinerl.inspect.alarms import History, alarms, settings_of
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.ending import ending_alarms, read_ending
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
+from pipelinerl.inspect.page.classes import by_length
 from pipelinerl.inspect.page.data import RunSource, read_source, run_data
 from pipelinerl.inspect.progress import blocked_places
 from pipelinerl.inspect.reading import look_into
@@ -54,18 +55,29 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
         text = text_or_numbers(run_dir, log_missing_text)
         training, tests = Candidates(), Candidates()
         replicas = source.cfg.world.replicas
-        training.add(read_training(run_dir, replicas=replicas))
+        lengths: list[tuple[int, int, bool]] = []
+        training.add(noting_lengths(read_training(run_dir, replicas=replicas), lengths))
         tests.add(read_tests(run_dir, replicas=replicas))
     chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
     evaluated = within(tests.in_turn(), text, max_bytes // 5)
     ending = read_ending(run_dir)
     found = ending_alarms(ending) + alarms(history_of(source, measure_unreadable(training, text)))
-    return run_data(source, ending) | {
+    data = run_data(source, ending)
+    return data | {
+        "charts": data["charts"] + by_length(lengths),
         "alarms": [vars(alarm) for alarm in found],
         "rollouts": chosen + evaluated,
         "note": f"{len(chosen):,} of {training.seen:,} training rollouts and {len(evaluated):,} of {tests.seen:,} "
         "evaluation rollouts that are on record, chosen evenly over the steps, flagged ones first.",
     }
+
+
+def noting_lengths(rollouts: Iterable[SeenRollout], lengths: list[tuple[int, int, bool]]) -> Iterator[SeenRollout]:
+    """The rollouts, whose (step, sampled tokens, success) are added to ``lengths`` as they pass."""
+    for seen in rollouts:
+        if seen.step is not None and seen.success is not None:
+            lengths.append((seen.step, seen.num_sampled, seen.success))
+        yield seen
 
 
 def history_of(source: RunSource, unreadable_tokens: float | None = None) -> History:

@@ -18,6 +18,7 @@ from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.ending import RunEnding
+from pipelinerl.inspect.page.classes import by_difficulty
 from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
 from pipelinerl.observability.catalogue import (
     STEP,
@@ -125,7 +126,9 @@ def run_data(source: RunSource, ending: RunEnding | None = None) -> dict[str, An
         "path": str(source.run_dir),
         "state": state_of(source, ending),
         "figures": figures(source),
-        "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]] + own_charts(source.actor),
+        "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]]
+        + own_charts(source.actor)
+        + by_difficulty(source.records.evaluations),
         "evaluations": [
             evaluation(done)
             for done in sorted(source.records.evaluations, key=lambda e: e.version)
