@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import uvloop
 from preprocess import through_bytes
-from synthetic_groups import group_of, make_sequence
 
 from benchmarks import client
+from benchmarks.synthetic_groups import group_of, make_sequence
 from pipelinerl.actor.messages import FromWorker, RolloutDone
 from pipelinerl.preprocess.collate import Collation
 from pipelinerl.preprocess.samples import Shaping

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import schedules_runs as runs
-import schedules_task as task
 from omegaconf import DictConfig
 
+from benchmarks import schedules_runs as runs
+from benchmarks import schedules_task as task
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 

@@ -28,8 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from peers_task import held_out_success, load_task
-
+from benchmarks.peers_task import held_out_success, load_task
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.report import last_per_step, read_records
 from pipelinerl.observability.metrics import read_metrics
@@ -88,7 +87,7 @@ def run_peer(args: argparse.Namespace, seed: int, model: Path, folder: Path) -> 
         "folder": str(folder),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    run_child([sys.executable, str(ROOT / "benchmarks/peers_trl.py"), str(folder / "job.json")], folder / "log.txt")
+    run_child([sys.executable, "-m", "benchmarks.peers_trl", str(folder / "job.json")], folder / "log.txt")
     return json.loads((folder / "peer.json").read_text()) | {"snapshots": folder}
 
 

@@ -15,9 +15,10 @@ STARTED = time.time()
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from peers_task import Task, load_task  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from benchmarks.peers_task import Task, load_task  # noqa: E402
 
 
 def settings_of(task: Task, job: dict[str, Any]) -> dict[str, Any]:

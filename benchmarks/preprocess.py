@@ -15,8 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
-from synthetic_groups import make_groups
-
+from benchmarks.synthetic_groups import make_groups
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Shaping, prepare_group

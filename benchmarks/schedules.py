@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import schedules_runs as runs
-import schedules_task as task
 
+from benchmarks import schedules_runs as runs
+from benchmarks import schedules_task as task
 from pipelinerl.plan.rates import measured_rates
 from pipelinerl.plan.throughput import Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job

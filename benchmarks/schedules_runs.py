@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 from omegaconf import OmegaConf
-from schedules_task import FIRST_REQUEST, build_model, question, success_of
 
+from benchmarks.schedules_task import FIRST_REQUEST, build_model, question, success_of
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import RUN_CONFIG

@@ -147,15 +147,15 @@ def summarise(
 
 
 def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float | None]:
-    """Success and reward of the first and the last evaluation."""
-    if not evaluations:
-        return dict.fromkeys(("success_before", "success_after", "reward_before", "reward_after"))
-    first, last = evaluations[0], evaluations[-1]
+    """Success and reward of the first and the last evaluation. One alone is "before" if it is of the first weights."""
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+    if first is last and first is not None:
+        first, last = (first, None) if first.version == 0 else (None, last)
     return {
-        "success_before": first.success,
-        "success_after": last.success,
-        "reward_before": first.reward,
-        "reward_after": last.reward,
+        "success_before": None if first is None else first.success,
+        "success_after": None if last is None else last.success,
+        "reward_before": None if first is None else first.reward,
+        "reward_after": None if last is None else last.reward,
     }
 
 

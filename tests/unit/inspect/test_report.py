@@ -177,3 +177,6 @@ def test_evaluation_line_names_its_version() -> None:
     assert evaluation_line(evaluation(0, 0.5), "exports/step_160").startswith("evaluation of exports/step_160: success")
     assert re.search(says("evaluation of version 4", "no result"), evaluation_line(failed))
     assert report.before_and_after([evaluation(0, 0.5), failed])["success_after"] is None
+    assert report.before_and_after([evaluation(0, 0.5)])["success_after"] is None
+    alone = report.before_and_after([evaluation(40, 0.5)])
+    assert (alone["success_before"], alone["success_after"]) == (None, 0.5)
