@@ -17,10 +17,13 @@ def main(context: RoleContext) -> None:
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
     with importing():
+        from pipelinerl.inference.answers import require_sampling_parameters
         from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve
         from pipelinerl.weights.load.store_follower import follower_settings
 
+    for section in ("llm", "test_llm"):
+        require_sampling_parameters(section, getattr(context.cfg, section).parameters)
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))

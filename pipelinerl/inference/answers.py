@@ -6,8 +6,9 @@ model, 422 not a request, 503 too many requests.
 """
 
 import asyncio
+import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.inference.images import ImagePrompts, image_spans_of
 from pipelinerl.inference.scheduler import NAME, PINNED, STARTS, WHOLE
 from pipelinerl.records.answers import (
@@ -45,6 +46,14 @@ MAX_NAME = 100
 """Characters of a request's name."""
 LONG_TOKENS = 4000
 """Answers of at least this many tokens are encoded in a thread: they would block the event loop."""
+
+
+def require_sampling_parameters(section: str, parameters: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` if ``section.parameters`` holds what vLLM cannot sample with."""
+    for name in sorted(parameters.keys() - SAMPLING_PARAMETERS):
+        close = difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"`{section}.parameters.{name}` is no sampling parameter of vLLM's{hint}")
 
 
 class AnswerEngine(Protocol):
