@@ -7,7 +7,7 @@ RUN ?= results/quickstart
 WORKERS ?= 2
 PACKAGES := pipelinerl conf tests benchmarks assets tools
 
-.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check advice format docs redis browser clean lock
+.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock
 
 # Asked every time: it does nothing where .venv is what is asked for.
 install:
@@ -59,10 +59,16 @@ clients:
 test-gpu: install
 	$(PY) -m benchmarks.gpu_tests --out results/gpu_tests.json
 
+# Two things at a time: types take as long as all the others.
 check: install
+	@$(MAKE) --no-print-directory -j2 -Otarget types style
+
+types:
+	$(PY) -m mypy
+
+style:
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
-	$(PY) -m mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) tools/dead_code.py
 	$(PY) -m pytest -q $(SHAPE)
