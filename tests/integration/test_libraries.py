@@ -191,7 +191,8 @@ def test_guides_example_trains_five_steps(guide: Guide, tmp_path: Path):
     run_there(*command, *settings, folder=tmp_path, timeout_s=RUN_TIMEOUT_S)
     run_dir = tmp_path / "run"
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["optimizer_steps"], summary["weight_updates"]) == (STEPS, STEPS)
+    assert summary["optimizer_steps"] == STEPS
+    assert 0 < summary["weight_updates"] <= STEPS, "a slow server skips versions"
     assert guide.jobs <= {folder.name for folder in run_dir.iterdir()}
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()

@@ -161,7 +161,7 @@ async def transport_of(cfg: DictConfig, server: dict[str, Any], stack: AsyncExit
         address = address_of(cfg, server["url"], own_path="/mcp")
         client = await stack.enter_async_context(http.AsyncClient(headers=server.get("headers"), timeout=None))
         return streams.streamable_http_client(address, http_client=client)
-    return mcp.StdioServerParameters(**server)
+    return mcp.stdio_client(mcp.StdioServerParameters(**server))
 
 
 @contextmanager
