@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.says import says
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG_CPU_S, DOMAIN_CPU_S = 3.0, 10.0
+CONFIG_CPU_S, DOMAIN_CPU_S = 5.0, 15.0
 """Processor seconds, which a busy machine does not change much."""
 DOMAIN = """
 import aiohttp
