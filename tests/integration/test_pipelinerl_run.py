@@ -134,7 +134,7 @@ def run_on_cpu(name: str, folder: Path, *overrides: str) -> Path:
 
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_every_domain_of_an_old_folder_is_trained_after_the_migration_alone(tmp_path: Path) -> None:
-    run_dir = run_on_cpu("mixed", tmp_path)
+    run_dir = run_on_cpu("mixed", tmp_path, "finetune.batch_unit=rollouts")  # the number of groups is known then
     assert read_ledger(run_dir).counts()["trained"] == STEPS * BATCH
     with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
         groups = [record for _, record in reader.read_all() if isinstance(record, RolloutGroup)]
