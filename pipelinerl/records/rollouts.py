@@ -13,9 +13,10 @@ from pipelinerl.records.order import DataOrder
 PROBLEM_CHARS = 4096
 
 RewardMode = Literal["rollout", "texts", "steps"]
-BatchUnit = Literal["rollouts", "texts"]
 """Rewards of a rollout's texts (docs/algorithms.md §1). `rollout`: one reward for all texts. `texts`: one per text,
 compared between texts at the same step. `steps`: increments, whose sum from a step on is compared."""
+BatchUnit = Literal["rollouts", "texts"]
+"""What an optimizer batch counts: rollouts, or their training texts."""
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 from omegaconf import DictConfig
 
+from pipelinerl.agents import play_text_environment
+from pipelinerl.agents.environment import TextEnvironment
 from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
 from pipelinerl.utils import get_environment_jobs
 
 TEST_SEEDS = 2**30
@@ -38,6 +43,31 @@ def asking(peer: str, *failures: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise TransportError(f"{peer} did not answer: {type(error).__name__}: {error}") from error
+
+
+def served(name: str, attribute: str) -> Any:
+    """Returns the object ``package.module:name``. Without a name it is the module's ``attribute``."""
+    module, _, own = name.partition(":")
+    return getattr(importlib.import_module(module), own or attribute)
+
+
+async def play(
+    cfg: DictConfig,
+    llm: TrainableLLM,
+    problem: dict[str, Any],
+    session: aiohttp.ClientSession,
+    episode: TextEnvironment,
+) -> RolloutResult:
+    """Plays an episode of one of ``seeded_problems``, whose messages begin with ``actor.system_prompt``."""
+    return await play_text_environment(
+        llm,
+        session,
+        episode,
+        max_turns=problem["max_turns"],
+        seed=problem["seed"],
+        system=(cfg.get("actor") or {}).get("system_prompt"),
+        dataset_name=problem["dataset"],
+    )
 
 
 def seeded_problems(

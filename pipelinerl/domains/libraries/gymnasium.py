@@ -10,10 +10,9 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.agents import play_text_environment
 from pipelinerl.agents.run import in_thread
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.domains.libraries import library, seeded_problems
+from pipelinerl.domains.libraries import library, play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
@@ -116,14 +115,6 @@ async def generate_rollout(
             resolve_function(show) if show else str,
             problem["invalid_reward"],
         )
-        return await play_text_environment(
-            llm,
-            session,
-            texts,
-            max_turns=problem["max_turns"],
-            seed=problem["seed"],
-            system=(cfg.get("actor") or {}).get("system_prompt"),
-            dataset_name=problem["dataset"],
-        )
+        return await play(cfg, llm, problem, session, texts)
     finally:
         await in_thread(environment.close)

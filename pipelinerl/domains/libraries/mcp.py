@@ -4,7 +4,6 @@ Every rollout has sessions of its own. What a tool answers is text for the polic
 server that does not answer, or fails, ends the rollout with that error.
 """
 
-import importlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.datasets import rows_of
-from pipelinerl.domains.libraries import address_of, library
+from pipelinerl.domains.libraries import address_of, library, served
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.domains.tool_use import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
@@ -74,8 +73,7 @@ class McpServer:
 
     def launch(self, port: int, host: str = "127.0.0.1") -> None:
         """Serves until the process is told to stop."""
-        module, _, name = self._server.partition(":")
-        getattr(importlib.import_module(module), name or "server").run("streamable-http", host=host, port=port)
+        served(self._server, "server").run("streamable-http", host=host, port=port)
 
 
 class Tools:

@@ -5,7 +5,6 @@ other errors of a server are failures of the server, whatever caused them, and n
 """
 
 import asyncio
-import importlib
 import itertools
 import json
 import time
@@ -15,10 +14,9 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.agents import play_text_environment
 from pipelinerl.async_llm import backoff_s
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.domains.libraries import address_of, asking, library, seeded_problems
+from pipelinerl.domains.libraries import address_of, asking, library, play, seeded_problems, served
 from pipelinerl.errors import DomainError, ServerError, TransportError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
@@ -88,8 +86,7 @@ class OpenEnvServer:
         """Serves until the process is told to stop."""
         import uvicorn
 
-        module, _, name = self._app.partition(":")
-        uvicorn.run(getattr(importlib.import_module(module), name or "app"), host=host, port=port, access_log=False)
+        uvicorn.run(served(self._app, "app"), host=host, port=port, access_log=False)
 
 
 class OpenEnvSession:
@@ -187,14 +184,6 @@ async def generate_rollout(
         problem["invalid_reward"],
     )
     try:
-        return await play_text_environment(
-            llm,
-            session,
-            episode,
-            max_turns=problem["max_turns"],
-            seed=problem["seed"],
-            system=(cfg.get("actor") or {}).get("system_prompt"),
-            dataset_name=problem["dataset"],
-        )
+        return await play(cfg, llm, problem, session, episode)
     finally:
         await episode.close()

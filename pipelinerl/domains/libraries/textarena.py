@@ -12,9 +12,8 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.agents import play_text_environment
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.domains.libraries import library, seeded_problems
+from pipelinerl.domains.libraries import library, play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
@@ -126,12 +125,4 @@ async def generate_rollout(
         num_players=problem["num_players"],
         opponent=resolve_function(opponent) if opponent else None,
     )
-    return await play_text_environment(
-        llm,
-        session,
-        game,
-        max_turns=problem["max_turns"],
-        seed=problem["seed"],
-        system=(cfg.get("actor") or {}).get("system_prompt"),
-        dataset_name=problem["dataset"],
-    )
+    return await play(cfg, llm, problem, session, game)
