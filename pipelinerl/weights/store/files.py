@@ -129,7 +129,9 @@ class RemoteFiles:
 
         self._url = without_credentials(url)
         with self._explained():
-            system, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
+            # An instance that fsspec keeps has the credentials of its first use.
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            system, self._root = fsspec.url_to_fs(url, **options)
         self._system: Any = system
 
     def put(self, name: str, content: memoryview) -> StoredFile:
