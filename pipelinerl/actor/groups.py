@@ -127,6 +127,12 @@ class TrainingGroups:
         while self._table.has_room(self._rules.attempts) and self._may_start(version):
             self._start(version)
 
+    def share_held(self, version: int) -> float:
+        """Share of the rollouts that the servers have room for, which wait for a newer version."""
+        dispatched, dropped = self._progress.expected_units, self._drops.room()
+        holds = self._pacing.holds(dispatched=dispatched, dropped=dropped, version=version)
+        return self._table.share_free if holds and self._table.has_room(self._rules.attempts) else 0.0
+
     def handle_ended(self, ended: WorkEnded) -> None:
         """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""
         group = ended.work

@@ -75,7 +75,7 @@ class ActorLoop:
             while not should_stop() and not self._ended():
                 self._refresh()
                 self._dispatch()
-                self._metrics.generating(time.monotonic(), self._table.runs(TrainingGroup))
+                self._metrics.generating(time.monotonic(), self._table.runs(TrainingGroup), self._share_held())
                 for ended in self._table.poll(self._poll_timeout_s()):
                     self._last_event = time.monotonic()
                     self._handle_ended(ended)
@@ -159,6 +159,12 @@ class ActorLoop:
         self._evaluator.fill()
         if not self._finishing:
             self._training.fill(self._version)
+
+    def _share_held(self) -> float:
+        """Share of the servers' room that the bound on the lag keeps empty. In an evaluation no newer version comes."""
+        if self._version is None or self._finishing or self._evaluator.is_running:
+            return 0.0
+        return self._training.share_held(self._version)
 
     def _handle_ended(self, ended: WorkEnded) -> None:
         self._metrics.aborted(ended.aborted_requests)

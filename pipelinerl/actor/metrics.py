@@ -65,12 +65,18 @@ class ActorMetrics:
         self.blocked_at: dict[str, str] = {}
         """Domain that has blocked the event loop of a worker → where it did so last."""
         self._clock, self._generating, self._generating_s = now, False, 0.0
+        self._share_held = self._held_s = 0.0
 
-    def generating(self, now: float, is_generating: bool) -> None:
-        """Measures the time in which servers have training work. Call it at every turn of the loop."""
+    def generating(self, now: float, is_generating: bool, share_held: float = 0.0) -> None:
+        """Measures the time in which servers have training work. Call it at every turn of the loop.
+
+        Args:
+            share_held: of the servers' room for rollouts, what the bound on the lag keeps empty.
+        """
         if self._generating:
             self._generating_s += now - self._clock
-        self._clock, self._generating = now, is_generating
+        self._held_s += self._share_held * (now - self._clock)
+        self._clock, self._generating, self._share_held = now, is_generating, share_held
 
     def rollouts(self, rollouts: Sequence[Rollout], subset: str) -> None:
         """Adds a published group. ``subset``: its domain or data set. If there are several, each also has its means."""
@@ -130,11 +136,13 @@ class ActorMetrics:
             **totals,
             ActorMetric.ROLLOUTS_PER_S: (totals[ActorMetric.ROLLOUTS] - rollouts) / elapsed,
             ActorMetric.GENERATING_S: self._generating_s,
+            ActorMetric.SLOTS_HELD: self._held_s / elapsed,
             ActorMetric.TOKENS_GENERATED_PER_S: (sampled - tokens) / elapsed,
             ActorMetric.ROLLOUTS_ENDED: self._ended,
             ActorMetric.LONGEST_UNDER_WAY: max((each.longest for each in self._sampling.values()), default=0),
             ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX: self._max_versions,
         }
+        self._held_s = 0.0
         values |= {ActorMetric.FAILURES.of(reason=reason): count for reason, count in self._failures.items()}
         values |= {
             ActorMetric.GROUPS_DROPPED.of(reason=reason): count for reason, count in self._dropped_groups.items()

@@ -59,6 +59,10 @@ class Pacing:
         """
         return dispatched - dropped < self.limit(version)
 
+    def holds(self, *, dispatched: float, dropped: int, version: int) -> bool:
+        """Returns whether a newer version would let another group start. Arguments as those of ``may_start``."""
+        return self.limit(version) <= dispatched - dropped < self.limit(self.max_train_steps)
+
 
 MAX_COMPENSATION = 4
 """A domain whose groups are dropped gets at most this many times its weight's share of the rollouts."""

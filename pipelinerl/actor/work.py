@@ -104,6 +104,11 @@ class WorkTable:
         running = self._workers.num_rollouts
         return running == 0 or running + attempts <= self._room
 
+    @property
+    def share_free(self) -> float:
+        """Share of the servers' room that no rollout uses."""
+        return max(0.0, 1.0 - self._workers.num_rollouts / self._room) if self._room else 0.0
+
     def submit(self, work: Work) -> None:
         """Gives the work to a worker. A suspect waits until few enough of them run, but not behind others."""
         if work.suspect:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.balance import PARTS, Divisions, advice, balance_of
 from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson
 from pipelinerl.inspect.progress import last_at
-from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
+from pipelinerl.observability.catalogue import STEP, TIME, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Points
 from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
@@ -45,6 +46,9 @@ UNREADABLE_TEXT = 0.2
 
 READ = (
     STEP,
+    TIME,
+    *PARTS,
+    ActorMetric.SLOTS_HELD,
     ActorMetric.CUT_BY_LENGTH,
     ActorMetric.GROUPS_ALWAYS_SOLVED,
     ActorMetric.GROUPS_NEVER_SOLVED,
@@ -76,6 +80,8 @@ class Alarm:
     """First optimizer step to which the alarm applies. None = the whole run."""
     text: str
     cure: str
+    is_about_speed: bool = False
+    """Not about learning: the run would come to the same, sooner."""
 
     def line(self) -> str:
         since = "" if self.step is None else f" since step {self.step}"
@@ -98,12 +104,14 @@ class Settings:
     has_entropy_bonus: bool = False
     has_proximal: bool = False
     has_probe: bool = True
+    splits: Divisions | None = None
+    """Of the devices. None: whether the present one is balanced is not asked."""
 
 
 UNKNOWN = Settings()
 
 
-def settings_of(cfg: Config) -> Settings:
+def settings_of(cfg: Config, splits: Divisions | None) -> Settings:
     rl = cfg.finetune.rl
     return Settings(
         steps_per_update=max(cfg.finetune.weight_update_interval, cfg.steps_per_phase),
@@ -117,6 +125,7 @@ def settings_of(cfg: Config) -> Settings:
         has_entropy_bonus=rl.entropy_bonus > 0,
         has_proximal=rl.proximal_every is not None,
         has_probe=cfg.weights.probe,
+        splits=splits,
     )
 
 
@@ -498,6 +507,19 @@ def groups_without_signal(history: History) -> Iterable[Alarm]:
             )
 
 
+def unbalanced(history: History) -> Iterable[Alarm]:
+    """Alarm if generation and training do not keep up with each other."""
+    splits, balance = history.settings.splits, balance_of(history.finetune, history.actor)
+    if splits is not None and balance is not None and balance.narrow is not None:
+        yield Alarm(
+            name={"generation": "trainer waits", "training": "servers wait", "between": "both wait"}[balance.narrow],
+            step=None,
+            text=balance.text,
+            cure=advice(balance, splits),
+            is_about_speed=True,
+        )
+
+
 def younger(settings: Settings) -> str:
     """What brings the policy that trains nearer to the one that sampled."""
     return offered(
@@ -530,6 +552,7 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     flat_evaluation,
     rising_entropy,
     groups_without_signal,
+    unbalanced,
 )
 """The most serious first."""
 

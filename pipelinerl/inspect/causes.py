@@ -151,7 +151,7 @@ class Evidence:
 def causes(evidence: Evidence) -> list[Cause]:
     """Return the causes, the most likely first. Empty for a run in which nothing looks wrong."""
     found = [cause for check in CHECKS for cause in check(evidence)]
-    found += [as_cause(alarm, evidence) for alarm in alarms(evidence.history)]
+    found += [as_cause(alarm, evidence) for alarm in alarms(evidence.history) if not alarm.is_about_speed]
     return sorted(found, key=lambda cause: (cause.level, -1 if cause.step is None else cause.step))
 
 

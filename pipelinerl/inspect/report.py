@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metrics_file
+from pipelinerl.config.sections import Config
+from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
@@ -264,19 +266,19 @@ def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
     return sum(value * weight for value, weight in known) / total if total else None
 
 
-def write_report(run_dir: Path, *, replicas: int, launched: float, started: float, seed: int) -> dict[str, Any]:
+def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float) -> dict[str, Any]:
     """Write `summary.json` and `learning_curve.png`, and return the summary.
 
     Args:
-        replicas: number of actors.
         launched: when the launcher's process began, Unix time.
         started: when it started the roles, Unix time.
     """
-    records, actor_points = read_records(run_dir, replicas=replicas), read_metrics(run_dir, "actor")
+    records, actor_points = read_records(run_dir, replicas=cfg.world.replicas), read_metrics(run_dir, "actor")
     previous, now = read_summary(run_dir), time.time()
     total_s = now - launched + float((previous or {}).get("wall_s") or 0.0)
     phases = phases_of(records, read_statuses(run_dir), launched=launched, started=started, now=now)
-    summary = summarise(records, actor_points, wall_s=total_s, seed=seed, phases=phases)
+    summary = summarise(records, actor_points, wall_s=total_s, seed=cfg.seed, phases=phases)
+    summary["balance"] = balance_figures(run_dir, cfg)
     replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
     draw_learning_curve(run_dir / CURVE_FILE, records, actor_points)
     return summary
@@ -305,6 +307,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     """Return the summary as lines of text."""
     pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
+    balance = summary.get("balance")  # a summary of before 0.2 has none
     return [
         f"success          {before} → {after} on the test problems",
         f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
@@ -317,6 +320,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         answer_line(lengths),
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
+        *([f"balance          {balance_line(balance)}"] if balance else []),
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
         f"look at          {run_dir}: {REPORT_FILE}, {CURVE_FILE}, {SUMMARY_FILE}, <role>/log.txt",
     ]

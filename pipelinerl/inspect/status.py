@@ -21,6 +21,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
 from pipelinerl.inspect.reading import look_into, process_environment
@@ -210,6 +211,8 @@ def screen(run_dir: Path) -> list[str]:
         *streams,
         *blocked_loop_lines(metrics, statuses),
     ]
+    if (balance := balance_figures(run_dir, cfg)) is not None:
+        lines.append(f"balance   {balance_line(balance)}")
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []
     return lines + [f"hang report: {path}" for path in hangs]
 

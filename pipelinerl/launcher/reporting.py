@@ -61,8 +61,7 @@ class RunReports:
             self.debug_run(finished=True)
             return
         try:
-            replicas, seed = self._config.world.replicas, self._config.seed
-            summary = write_report(self._path, replicas=replicas, launched=launched, started=started, seed=seed)
+            summary = write_report(self._path, self._config, launched=launched, started=started)
         except Exception as error:  # noqa: BLE001 — as above
             self._missing("summary", error)
             return

@@ -26,6 +26,7 @@ from pipelinerl.config.environment import (
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.alarms import settings_of
+from pipelinerl.inspect.balance import read_splits
 from pipelinerl.inspect.ending import clear_ending
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import (
@@ -238,7 +239,7 @@ def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> T
         max_train_steps=config.finetune.max_train_steps,
         say=say if tracking else log.info,
         tracking=tracking,
-        settings=settings_of(config),
+        settings=settings_of(config, read_splits(path, config)),
         model=config.model_path if config.debug.mode == "evaluation" else None,
     )
     return TopicFollower(path, lines, last_step=config.finetune.max_train_steps)

@@ -95,7 +95,7 @@ class ProgressLines:
 
     def _print_alarms(self) -> None:
         for alarm in self._alarms.new():
-            self._say(f"alarm: {alarm.line()}")
+            self._say(f"{'speed' if alarm.is_about_speed else 'alarm'}: {alarm.line()}")
             if self._tracking is not None:
                 self._tracking.alarm(alarm)
 

@@ -100,6 +100,12 @@ class ActorMetric(Metric):
     )
     LONGEST_UNDER_WAY = "longest_under_way", "tokens", "of the longest answer that a server is sampling"
     GENERATING_S = "generating_s", "s", "time in which training rollouts were under way"
+    SLOTS_HELD = (
+        "slots_held",
+        "share",
+        "of the rollouts that servers could have had under way since the previous point, which max_lag_steps kept "
+        "from starting",
+    )
     VERSIONS_IN_ONE_ROLLOUT_MAX = (
         "versions_in_one_rollout_max",
         "versions",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect import ledger, report, status
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import STATUS_DIR, StatusRecord, write_status
@@ -83,7 +84,7 @@ def test_run_of_many_groups_and_two_thousand_versions_is_accounted_for(
 
     assert ledger.main([str(run_dir)]) == 0
     assert capsys.readouterr().out.split() == [str(2 * groups), "trained"]
-    summary = report.write_report(run_dir, replicas=1, launched=0.0, started=1.0, seed=0)
+    summary = report.write_report(run_dir, load_old_run(run_dir), launched=0.0, started=1.0)
     assert (summary["optimizer_steps"], summary["weight_updates"], summary["rollouts"]) == (steps, steps, 2 * groups)
     assert summary["pause_ms"]["mean"] == 5.0
     assert status.main([str(run_dir)]) == 0

@@ -21,6 +21,7 @@ import msgspec
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.alarms import History, alarms, settings_of
+from pipelinerl.inspect.balance import read_splits
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.ending import ending_alarms, read_ending
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
@@ -87,7 +88,7 @@ def history_of(source: RunSource, unreadable_tokens: float | None = None) -> His
         preprocessor=source.preprocessor,
         messages=source.records.trainer,
         evaluations=source.records.evaluations,
-        settings=settings_of(source.cfg),
+        settings=settings_of(source.cfg, read_splits(source.run_dir, source.cfg)),
         blocked_at=blocked_places(read_statuses(source.run_dir)),
         unreadable_share=unreadable_tokens,
     )

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.balance import balance_of
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
@@ -166,6 +167,9 @@ def figures(source: RunSource) -> list[tuple[str, str]]:
         ("tokens trained per second", _number(seen["tokens_trained_per_s"])),
         ("training", _duration(seen["training_s"])),
     ]
+    if (balance := balance_of(source.finetune, source.actor)) is not None:
+        rows.append(("the trainer waits for data", f"{balance.trainer_waits.mean:.0%}"))
+        rows.append(("server slots that max_lag_steps keeps empty", f"{balance.slots_held.mean:.0%}"))
     return [(label, value) for label, value in rows if "–" not in value]
 
 

@@ -25,7 +25,7 @@ def main() -> int:
         print(f"stopped after step {step} of {steps}: a job that is queued again resumes {run_dir}")
         return EXIT_STOPPED
     started = (run_dir / RUN_CONFIG).stat().st_mtime
-    summary = write_report(run_dir, replicas=cfg.world.replicas, launched=started, started=started, seed=cfg.seed)
+    summary = write_report(run_dir, cfg, launched=started, started=started)
     for line in summary_lines(summary, run_dir):
         print(line)
     return 0

@@ -45,6 +45,15 @@ def test_every_held_group_is_looked_at_once_in_a_turn_however_many_wait(monkeypa
     assert stage.training.numbers()[ActorMetric.GROUPS_HELD] == 600
 
 
+@pytest.mark.parametrize(("groups", "share"), [(1, 0.75), (4, 0.0)])
+def test_share_held_is_of_the_slots_that_the_bound_keeps_empty(groups: int, share: float) -> None:
+    """8 slots. At version 0 so many groups of two attempts may start, at version 1 twice as many."""
+    stage = Stage(lambda start: None, batch=groups * ATTEMPTS)
+    stage.until(lambda: len(stage.workers.started) == groups)
+    assert stage.training.share_held(0) == share
+    assert stage.training.share_held(1) == 0, "another group may start"
+
+
 def test_no_group_waits_where_no_server_is_probed() -> None:
     stage = Stage(lambda start: sampled_by(start, "s", 7))
 

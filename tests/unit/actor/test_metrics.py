@@ -16,6 +16,16 @@ def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
     assert metrics.snapshot(9.0)["generating_s"] == (3.0 - 1.0) + (4.0 - 3.0)
 
 
+def test_slots_held_is_the_mean_share_since_the_point_before():
+    """Half of the slots for 2 s and none for 6 s; then a quarter for the whole of 4 s."""
+    metrics = ActorMetrics(0.0)
+    for now, share in ((1.0, 0.5), (3.0, 0.0), (8.0, 0.25)):
+        metrics.generating(now, True, share)
+    assert metrics.snapshot(8.0)["slots_held"] == pytest.approx(0.5 * 2 / 8)
+    metrics.generating(12.0, True, 0.0)
+    assert metrics.snapshot(12.0)["slots_held"] == pytest.approx(0.25)
+
+
 def rollout(**metrics: float) -> Rollout:
     return Rollout(attempt=0, reward=0.0, sequences=(), metrics=metrics, latency_s=metrics["success"], num_llm_calls=1)
 

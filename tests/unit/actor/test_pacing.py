@@ -154,6 +154,17 @@ def test_a_drop_makes_room_at_once() -> None:
     assert pacing.may_start(dispatched=24, dropped=1, version=0)
 
 
+def test_holds_only_what_a_newer_version_would_let_start() -> None:
+    """At version 1 the steps 1 to 3 may be under way: 32 samples. The run needs 100 of 8."""
+    pacing = Pacing(batch_size=8, max_lag_steps=2, max_train_steps=100)
+    assert not pacing.holds(dispatched=31, dropped=0, version=1)
+    assert pacing.holds(dispatched=32, dropped=0, version=1)
+    assert not pacing.holds(dispatched=32, dropped=1, version=1)
+    assert not pacing.holds(dispatched=800, dropped=0, version=97), "all that the run needs are dispatched"
+    unbounded = Pacing(batch_size=8, max_lag_steps=None, max_train_steps=3)
+    assert not unbounded.holds(dispatched=24, dropped=0, version=0)
+
+
 def test_nothing_is_generated_beyond_the_last_step() -> None:
     pacing = Pacing(batch_size=8, max_lag_steps=None, max_train_steps=3)
     assert (pacing.may_start(dispatched=23, dropped=0, version=0), pacing.limit(0)) == (True, 24)

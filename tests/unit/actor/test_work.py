@@ -33,6 +33,7 @@ def test_room_is_the_sum_of_what_each_server_takes() -> None:
     table.set_servers(Servers(version=0, urls=urls, serving=serving, draining=("leaves",), capacities=told))
     assert table.has_room(8)  # 5 run, and 3 + 10 fit
     assert not table.has_room(9)
+    assert table.share_free == pytest.approx(8 / 13)
     workers.num_rollouts = 0
     assert table.has_room(64)  # a group larger than that runs alone
 

@@ -1,0 +1,247 @@
+"""Whether generation and training keep up with each other in a run, and the split of devices that balances them.
+
+Two shares of time say it. The trainer waits for data, if generation is the narrow side. `max_lag_steps` keeps rollouts
+from starting, so that slots of the servers stay empty, if training is. If both happen, neither side is short of
+devices: the bound is too tight for such long answers, or what lies between the two is slow. Each share has a standard
+error from the run's own steps, and nothing is said of a share that is not certainly above `TOLERATED`.
+
+Decoding with fewer sequences at once is faster per sequence, so empty slots bound what generation could give from
+above. Everything is pure but `balance_figures` and `read_splits`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pipelinerl.config.engine import engine_of
+from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import devices_per_server
+from pipelinerl.errors import WorldError
+from pipelinerl.inspect.curves import CERTAIN
+from pipelinerl.observability.catalogue import TIME, ActorMetric, TrainerMetric
+from pipelinerl.observability.metrics import Points, read_metrics
+from pipelinerl.world import WorldMap
+
+TOLERATED = 0.1
+"""Share of its time that a side may wait in a run that counts as balanced."""
+FEWEST = 8
+"""Steps, and points of the actor, from which a share has an error that means something."""
+RECENT = 128
+"""The newest steps that are looked at, because lengths change while a policy learns."""
+PARTS = (TrainerMetric.WAIT_S, TrainerMetric.STEP_S, TrainerMetric.PUSH_WAIT_S)
+
+
+class Share(NamedTuple):
+    """A share of time, 0 to 1."""
+
+    mean: float
+    error: float
+    """Standard error."""
+
+    @property
+    def least(self) -> float:
+        """What it certainly is."""
+        return max(0.0, self.mean - CERTAIN * self.error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How much each side waits."""
+
+    trainer_waits: Share
+    """Of the trainer's time, waiting for data."""
+    slots_held: Share
+    """Of the rollouts that servers could have under way, those that `max_lag_steps` keeps from starting."""
+
+    @property
+    def narrow(self) -> Literal["generation", "training", "between", None]:
+        """What limits the run. None: both sides keep up with each other."""
+        generation_is, training_is = self.trainer_waits.least > TOLERATED, self.slots_held.least > TOLERATED
+        if generation_is and training_is:
+            return "between"
+        return "generation" if generation_is else "training" if training_is else None
+
+    @property
+    def ratio(self) -> float:
+        """What generation could give over what training could take."""
+        return (1 - self.trainer_waits.mean) / max(1 - self.slots_held.mean, 1e-3)
+
+    @property
+    def text(self) -> str:
+        """`the trainer waits for data 41 % of its time; …`."""
+        waits, held = self.trainer_waits.mean, self.slots_held.mean
+        shares = (
+            f"the trainer waits for data in {waits:.0%} of its time, max_lag_steps keeps {held:.0%} of the servers' "
+            "slots empty: "
+        )
+        match self.narrow:
+            case "generation":
+                return f"{shares}generation gives {self.ratio:.2f} of what could be trained"
+            case "training":
+                return f"{shares}generation could give up to {self.ratio:.1f} × what is trained"
+            case "between":
+                return f"{shares}each side waits for the other"
+        return f"{shares}balanced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """A division of the devices, and the keys that set it."""
+
+    generating: float
+    """Of all devices or CPU cores, the share that generates."""
+    training: float
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divisions:
+    """What a run has, and what it could have instead."""
+
+    now: Division
+    others: tuple[Division, ...] = ()
+    max_lag_steps: int
+    max_rollouts: int | Literal["auto"]
+    """`actor.llm_max_rollouts`"""
+
+
+def share_of(parts: Sequence[float], wholes: Sequence[float]) -> Share:
+    """Σ parts / Σ wholes with its standard error √(n/(n − 1) Σ(part − ratio · whole)²) / Σ wholes."""
+    count, total = len(parts), sum(wholes)
+    mean = sum(parts) / total if total else 0.0
+    squares = sum((part - mean * whole) ** 2 for part, whole in zip(parts, wholes, strict=True))
+    error = math.sqrt(squares * count / (count - 1)) / total if total and count > 1 else math.inf
+    return Share(mean, error)
+
+
+def balance_of(finetune: Points, actor: Points) -> Balance | None:
+    """Measure the newest `RECENT` steps but the first quarter, while the pipeline fills. None: too few points."""
+    steps = [point for point in finetune if all(point.get(part) is not None for part in PARTS)]
+    steps = steps[len(steps) // 4 :][-RECENT:]
+    if len(steps) < FEWEST:
+        return None
+    inside = [
+        float(point[ActorMetric.SLOTS_HELD])
+        for point in actor
+        if ActorMetric.SLOTS_HELD in point and steps[0][TIME] <= point[TIME] <= steps[-1][TIME]
+    ]
+    if len(inside) < FEWEST:
+        return None
+    return Balance(
+        trainer_waits=share_of(
+            [float(point[TrainerMetric.WAIT_S]) for point in steps],
+            [sum(float(point[part]) for part in PARTS) for point in steps],
+        ),
+        slots_held=share_of(inside, [1.0] * len(inside)),
+    )
+
+
+def better_split(balance: Balance, splits: Divisions) -> tuple[Division, float] | None:
+    """Return the split that trains most, and its speed over the present one. None if none is certainly faster.
+
+    A side's speed grows with its devices. Of splits that are equally fast the first one counts.
+    """
+    if balance.narrow not in ("generation", "training"):
+        return None
+    best = max(
+        splits.others,
+        key=lambda other: _speed(balance.trainer_waits.mean, balance.slots_held.mean, splits.now, other),
+        default=splits.now,
+    )
+    if _speed(balance.trainer_waits.least, balance.slots_held.least, splits.now, best) <= 1:
+        return None
+    return best, _speed(balance.trainer_waits.mean, balance.slots_held.mean, splits.now, best)
+
+
+def _speed(waits: float, held: float, now: Division, other: Division) -> float:
+    """Trained tokens over time with the other split, over now. What waits now has so much more to give."""
+    generation = other.generating / now.generating / max(1 - held, 1e-3)
+    training = other.training / now.training / max(1 - waits, 1e-3)
+    return min(generation, training)
+
+
+def splits_of(cfg: Config, world: WorldMap) -> Divisions | None:
+    """What could be chosen instead of a run's split. None where both sides wait by design, or share their devices."""
+    if cfg.schedule != "pipeline" or not cfg.max_lag_steps or cfg.stage != "rl" or world.share_devices:
+        return None
+    ranks = {kind: sum(job.num_ranks for job in world.get(kind)) for kind in ("actor_llm", "preprocessor_llm")}
+    generating, training, scoring = ranks["actor_llm"], world.trainer_world_size, ranks["preprocessor_llm"]
+    if cfg.debug.mode is not None or cfg.debug.existing_llms or not generating:
+        return None
+    own = generating + training + world.idle_devices
+    return Divisions(
+        now=Division(generating=generating / own, training=training / own),
+        others=tuple(_others(cfg, world, own, scoring)),
+        max_lag_steps=cfg.max_lag_steps,
+        max_rollouts=cfg.actor.llm_max_rollouts,
+    )
+
+
+def _others(cfg: Config, world: WorldMap, devices: int, scoring: int) -> Iterable[Division]:
+    if world.accelerator == "cuda":
+        yield from _divided(cfg, devices, scoring)
+    elif not scoring and len(world.nodes) == 1:  # the slots of a CPU are ours to choose
+        for slots in range(2, len(world.nodes[0].cores) + 1):
+            yield from _divided(cfg, slots, 0, (f"world.cpu_slots={slots}",))
+
+
+def _divided(cfg: Config, devices: int, scoring: int, given: tuple[str, ...] = ()) -> Iterable[Division]:
+    """Every division of this many devices into whole servers and whole groups of the trainer."""
+    size, group = devices_per_server(cfg), cfg.finetune.seq_parallel
+    for generating in range(size, devices, size):
+        training = devices - generating
+        if training % group or (training > 1 and engine_of(cfg, training) == "ddp"):
+            continue
+        fractions = (f"world.actor_fraction={generating}", f"world.finetune_fraction={training}")
+        others = (f"world.preprocessor_fraction={scoring}",) if scoring else ()
+        yield Division(
+            generating=generating / devices, training=training / devices, overrides=(*given, *fractions, *others)
+        )
+
+
+def advice(balance: Balance, splits: Divisions) -> str:
+    """What to change in a run that is not balanced."""
+    if balance.narrow == "between":
+        return (
+            f"Raise max_lag_steps (it is {splits.max_lag_steps}); if lag is far below it, `pipelinerl timeline RUN` "
+            "shows who else is slow: preprocessor, judge, weight updates"
+        )
+    found = better_split(balance, splits)
+    words = (
+        "No other split of these devices is certainly faster"
+        if found is None
+        else f"`{' '.join(found[0].overrides)}` trains up to {found[1]:.2f} × as fast (computed)"
+    )
+    if balance.narrow == "generation" and splits.max_rollouts != "auto":
+        return f"{words}; or raise actor.llm_max_rollouts (it is {splits.max_rollouts})"
+    return words
+
+
+def balance_figures(run_dir: Path, cfg: Config) -> dict[str, Any] | None:
+    """What `summary.json` says. None where there is nothing to measure, or not yet."""
+    splits = read_splits(run_dir, cfg)
+    balance = balance_of(read_metrics(run_dir, "finetune"), read_metrics(run_dir, "actor"))
+    if splits is None or balance is None:
+        return None
+    return {
+        "trainer_waits": balance.trainer_waits.mean,
+        "slots_held": balance.slots_held.mean,
+        "generation_over_training": balance.ratio,
+        "text": balance.text,
+        "advice": advice(balance, splits) if balance.narrow else "",
+    }
+
+
+def balance_line(figures: Mapping[str, Any]) -> str:
+    """The figures in words."""
+    return ". ".join(filter(None, (figures["text"], figures["advice"])))
+
+
+def read_splits(run_dir: Path, cfg: Config) -> Divisions | None:
+    """As `splits_of`. None also for a folder without a world."""
+    try:
+        return splits_of(cfg, WorldMap.load(run_dir))
+    except WorldError:
+        return None
