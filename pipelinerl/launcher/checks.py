@@ -26,6 +26,7 @@ from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.launcher.recorded import check_recording
+from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
@@ -120,6 +121,11 @@ def wandb_key(start: Start) -> list[str]:
 def server_arguments(start: Start) -> list[str]:
     for job in (*start.world.get("actor_llm"), *start.world.get("preprocessor_llm")):
         vllm_arguments(start.config, start.world, job)
+    return []
+
+
+def options_of_servers(start: Start) -> list[str]:
+    check_options(start.config)
     return []
 
 
@@ -345,6 +351,7 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     devices,
     open_files,
     standalone_roles,
+    options_of_servers,
     memory,
     redis,
     disk,

@@ -11,6 +11,7 @@ from pipelinerl.config import load
 from pipelinerl.config.servers import MOST_ROLLOUTS
 from pipelinerl.finetune.engines.zero import deepspeed_settings
 from pipelinerl.inference.args import vllm_arguments
+from pipelinerl.launcher import vllm_options
 from pipelinerl.world import Cluster, Job, Node, WorldMap, map_world
 
 PARSE_VLLM = """
@@ -27,6 +28,9 @@ for line in json.load(sys.stdin):
         "max_model_len", "served_model_name", "enable_prefix_caching", "logprobs_mode", "hf_overrides",
         "gpu_memory_utilization", "worker_extension_cls", "kv_cache_memory_bytes",
     )} | {"weight_transfer": getattr(arguments.weight_transfer_config, "backend", arguments.weight_transfer_config)})
+parsed.append(sorted(
+    name[2:] for action in parser._actions for name in action.option_strings if name.startswith("--")
+))
 print("PARSED " + json.dumps(parsed))
 """
 PARSE_DEEPSPEED = """
@@ -91,14 +95,14 @@ def servers(world) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def parsed(config, world, servers, shared_gpu_line) -> list[dict]:
-    """Of each server, and of the one on a shared GPU: one process imports vLLM."""
+def parsed(config, world, servers, shared_gpu_line) -> list:
+    """Of each server, of the one on a shared GPU, and all names that vLLM's parser knows: one process imports vLLM."""
     return parse(PARSE_VLLM, [*(list(vllm_arguments(config, world, job)) for job in servers), shared_gpu_line])
 
 
 def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, servers, parsed):
     assert [len(job.gpus) for job in servers] == [4, 4, 4]
-    for job, arguments in zip(servers, parsed[:-1], strict=True):
+    for job, arguments in zip(servers, parsed[:-2], strict=True):
         assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (2, 2)
         assert (arguments["dtype"], arguments["port"], arguments["host"]) == ("bfloat16", job.port, "0.0.0.0")
         assert arguments["model"] == config.model_path
@@ -115,7 +119,13 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, servers, p
 
 def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm(shared_gpu_line, parsed):
     line = shared_gpu_line
-    assert parsed[-1]["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
+    assert parsed[-2]["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
+
+
+def test_names_of_options_that_are_read_from_vllms_source_are_those_of_its_parser(parsed):
+    known = set(parsed[-1]) - {"help"}
+    negated = {name for name in known if name.startswith("no-") and name[3:] in known}
+    assert vllm_options.option_names() == known - negated
 
 
 def test_deepspeed_settings_are_accepted_by_accelerate_and_deepspeed(config):

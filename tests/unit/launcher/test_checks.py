@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher import checks
+from pipelinerl.launcher import checks, vllm_options
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
 from tests.says import says
@@ -69,6 +69,36 @@ def test_limit_on_open_files_that_no_role_can_live_with_is_refused(monkeypatch: 
 def test_settings_of_experts_are_refused_for_a_model_without_them(override: str) -> None:
     with pytest.raises(ConfigError, match=says("true", "Qwen/Qwen2.5-7B", "no experts", "remove")):
         checks.experts(start(override))
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("max-modl-len", "max-model-len"),
+        ("max_model", "max-model-len"),
+        ("gpu-memory-utilisation", "gpu-memory-utilization"),
+    ],
+)
+def test_option_that_vllm_does_not_have_is_refused_with_the_nearest_one(key: str, near: str) -> None:
+    """Abbreviations, too: the run looks options up by their names."""
+    with pytest.raises(ConfigError, match=says(f"vllm_kwargs.{key.replace('_', '-')}", "no option of vLLM", near)):
+        checks.options_of_servers(start(f"+vllm_config.vllm_kwargs.{key}=5"))
+
+
+@pytest.mark.parametrize(
+    "given", ["compilation_config={mode: 3}", "no-enable-chunked-prefill=''", "response-role=x", "reasoning-parser=y"]
+)
+def test_options_that_vllm_has_are_accepted_in_every_spelling(given: str) -> None:
+    assert checks.options_of_servers(start(f"+vllm_config.vllm_kwargs.{given}")) == []
+
+
+def test_options_are_not_judged_by_a_source_that_is_laid_out_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / vllm_options.ENGINE).write_text("class EngineArgs:\n    max_model_len: int = 0\n")
+    monkeypatch.setattr(vllm_options, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert vllm_options.option_names() == frozenset()
 
 
 def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:

@@ -1,0 +1,61 @@
+"""The names of vLLM's options, read from the source of the version that is installed: importing it takes seconds.
+
+vLLM registers the engine's options by literal names, and the front's by the fields of its dataclasses.
+"""
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipelinerl.config.load import nearest_key
+from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import server_options
+from pipelinerl.config.versions import installed_version
+from pipelinerl.errors import ConfigError
+
+ENGINE = "engine/arg_utils.py"
+FRONT = ("entrypoints/common/cli_args.py", "entrypoints/launchers/cli_args.py")
+"""Where vLLM 0.33 and 0.32 have it."""
+CERTAIN = ("max-model-len", "dtype", "response-role")
+"""Options of both. Where one is not found, the source is another than the one that is known here."""
+
+
+def check_options(config: Config) -> None:
+    """Refuse an option that vLLM does not have. Its own parser would, when a server has imported everything.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    known = option_names()
+    for key in server_options(config) if known else ():
+        name = key.partition(".")[0].rstrip("+")  # `x.y` and `x+` set a part of x
+        if name not in known:
+            near = nearest_key(name, sorted(known))
+            raise ConfigError(
+                f"`vllm_config.vllm_kwargs.{key}` is no option of vLLM {installed_version('vllm')}"
+                + (f"; did you mean `{near}`?" if near else "; `vllm serve --help=all` lists them")
+            )
+
+
+def option_names() -> frozenset[str]:
+    """Names without leading dashes. Empty: they are not known, as where a plugin of vLLM's adds a platform."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None or entry_points(group="vllm.platform_plugins"):
+        return frozenset()
+    root = Path(spec.origin).parent
+    sources = [path for path in (root / ENGINE, *(root / name for name in FRONT)) if path.exists()]
+    names = frozenset(name for path in sources for name in names_in(path.read_text()))
+    return names if names >= set(CERTAIN) else frozenset()
+
+
+def names_in(source: str) -> Iterator[str]:
+    """The long names in calls of `add_argument`, and the fields of classes whose name ends with `FrontendArgs`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            given = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+            yield from (name[2:] for name in given if isinstance(name, str) and name.startswith("--"))
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+            fields = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
+            yield from (field.id.replace("_", "-") for field in fields if isinstance(field, ast.Name))
