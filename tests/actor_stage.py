@@ -107,6 +107,7 @@ class Stage:
         self.trainer = ScriptedTrainer()
         self.drops = ScriptedDrops()
         self.records: list[RolloutGroup | GroupDropped] = []
+        self.forgotten: list[tuple[str, int]] = []
         self.announced: list[Any] = []
         self.metrics: list[dict[str, float]] = []
         self.stop: Callable[[], bool] = lambda: True
@@ -151,6 +152,9 @@ class Stage:
 
     def save(self) -> None:
         pass
+
+    def forget_answers(self, group_id: str, attempts: Sequence[int]) -> None:
+        self.forgotten += [(group_id, attempt) for attempt in attempts]
 
     def log(self, values: dict[str, float], *, step: int) -> None:
         self.metrics.append(values)

@@ -2,10 +2,12 @@
 
 It consumes ``StartGroup``. It produces each attempt's rollout or failure as soon as the attempt ends, then
 ``GroupEnded``. Every attempt has a deadline. A failure is typed and never becomes a reward, even if the domain's code
-swallows the exception.
+swallows the exception. With a journal, an attempt at a training problem that a crash interrupted gets the answers that
+it got before.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
+from pipelinerl.actor.answer_journal import AnswerJournal, AttemptTransport
 from pipelinerl.actor.growth import FOLLOW_S, Growth
 from pipelinerl.actor.messages import (
     Failure,
@@ -32,10 +35,12 @@ from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.actor.servers import ServerLoads
 from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import RolloutState, TrainableLLM
+from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
 from pipelinerl.rollouts import RewardMode, RolloutResult
+
+log = logging.getLogger(__name__)
 
 RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
 TakeOutcome = Callable[[Rollout | Failure], Awaitable[None]]
@@ -101,6 +106,7 @@ class Executor:
         llms: language models for training and for evaluation.
         client: sends the requests.
         rules: limits of a rollout.
+        answers: journal of the answers of training problems. None: nothing outlives a crash.
     """
 
     def __init__(
@@ -110,11 +116,12 @@ class Executor:
         llms: tuple[TrainableLLM, TrainableLLM],
         client: Client,
         rules: RolloutRules,
+        answers: AnswerJournal | None = None,
     ):
         self._cfg = cfg
         self._functions = functions
         self._train_llm, self._eval_llm = llms
-        self._client, self._rules = client, rules
+        self._client, self._rules, self._answers = client, rules, answers
         self._policy = JoinPolicy()
         self._domains: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self.servers = ServerLoads()
@@ -133,8 +140,7 @@ class Executor:
         transport = GroupTransport(route, self._policy, join_limit, temperature)
 
         async def run(attempt: int, server_url: str) -> None:
-            llm = self._llm(start, attempt, transport, server_url)
-            outcome = await self._run_attempt(start, attempt, llm, route, transport)
+            outcome = await self._run_attempt(start, attempt, server_url, route, transport)
             route.end_attempt()
             self.ended += not start.evaluation
             await report(outcome)
@@ -153,6 +159,30 @@ class Executor:
         return self._domains.get(task)
 
     async def _run_attempt(
+        self, start: StartGroup, attempt: int, server_url: str, route: GroupRoute, transport: GroupTransport
+    ) -> Rollout | Failure:
+        """Plays an attempt, with the answers that it got before a crash. One that then asks otherwise starts anew."""
+
+        async def play(carrier: Transport, oldest: int) -> Rollout | Failure:
+            llm = self._llm(start, attempt, carrier, server_url)
+            return await self._play(msgspec.structs.replace(start, version=oldest), attempt, llm, route, transport)
+
+        if self._answers is None or start.evaluation:
+            return await play(transport, start.version)
+        file = await self._answers.open(start.group_id, attempt)
+        recording = AttemptTransport(file, transport, route)
+        played = await play(recording, min([start.version, *recording.versions]))
+        diverged = recording.has_diverged(ended=isinstance(played, Rollout))
+        if diverged:
+            log.warning("event=rollout_diverged id=%s/%d recorded=%d", start.group_id, attempt, len(file.answers))
+            file.clear()
+            recording = AttemptTransport(file, transport, route)
+            played = await play(recording, start.version)
+        if isinstance(played, Failure):
+            return played
+        return msgspec.structs.replace(played, answers_from_journal=recording.num_taken, diverged=diverged)
+
+    async def _play(
         self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute, transport: GroupTransport
     ) -> Rollout | Failure:
         function = self._functions[start.domain]
@@ -181,7 +211,7 @@ class Executor:
             spans.record("rollout", trace, began, failed=reason)
             return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
 
-    def _llm(self, start: StartGroup, attempt: int, transport: GroupTransport, server_url: str) -> TrainableLLM:
+    def _llm(self, start: StartGroup, attempt: int, transport: Transport, server_url: str) -> TrainableLLM:
         """Makes the language model of one attempt."""
         template = self._eval_llm if start.evaluation else self._train_llm
         llm = template.model_copy(update={"base_url": server_url, "parameters": dict(template.parameters)})

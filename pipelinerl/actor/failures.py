@@ -30,6 +30,9 @@ TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISO
 REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
 WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself. Attempts that fail for one of these are tried again."""
+KEEP_ANSWERS = frozenset({TRANSPORT, VERIFIER})
+"""Causes outside the attempt, too. Tried again, it gets the answers that it had got. After another failure they are
+sampled anew: they may be a faulty server's, or the reason why it failed."""
 
 MAX_ERROR_CHARS = 2000
 

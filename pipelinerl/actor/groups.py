@@ -41,9 +41,10 @@ class Drops(Protocol):
 
 
 class Journal(Protocol):
-    """Publishes groups and saves the actor's progress."""
+    """Publishes groups, saves the actor's progress, and has attempts sampled anew."""
 
     def publish(self, record: ActorRecord) -> None: ...
+    def forget_answers(self, group_id: str, attempts: Sequence[int]) -> None: ...
     def save(self) -> None: ...
 
 
@@ -175,6 +176,8 @@ class TrainingGroups:
             self._metrics.retried()
             group.reissues += 1
             group.narrow(tuple(sorted(failure.attempt for failure in failed)))
+            anew = [failure.attempt for failure in failed if failure.reason not in failures.KEEP_ANSWERS]
+            self._journal.forget_answers(group.start.group_id, anew)
             self._table.submit(group)
             return
         self._drop(group, worst)

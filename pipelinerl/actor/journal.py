@@ -1,9 +1,14 @@
-"""The actor's own topic: it writes its groups there, and a snapshot of them beside it."""
+"""The actor's own topic: it writes its groups there, and a snapshot of them beside it.
+
+The recorded answers of a group (``answer_journal``) are removed when its record is written.
+"""
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl.actor.answer_journal import AnswerJournal
 from pipelinerl.actor.resume import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.records import ActorRecord, OrderResumed
 from pipelinerl.streams import TopicReader, TopicWriter, open_reader
@@ -26,6 +31,7 @@ class TopicJournal:
     def __init__(self, folder: Path, groups: TopicWriter, cursor: TopicReader | None, progress: ActorProgress):
         self._folder, self._groups, self._progress = folder, groups, progress
         self._cursor = cursor
+        self._answers = AnswerJournal(folder)
         self._next_save = time.monotonic() + SAVE_EVERY_S
 
     def replay(self) -> None:
@@ -36,7 +42,7 @@ class TopicJournal:
         offset = snapshot.offset if snapshot else 0
         with open_reader(self._groups.spec, ActorRecord, name=None, start=offset) as reader:
             for _, record in reader.read_all():
-                self._progress.apply(record)
+                self._apply(record)
         self._progress.forget_in_flight()
         if self._groups.next_offset:
             log.info(
@@ -44,7 +50,11 @@ class TopicJournal:
             )
 
     def begin(self, record: OrderResumed) -> None:
-        """Writes the first record of an empty topic, after a restart from a checkpoint."""
+        """Writes the first record of an empty topic, after a restart from a checkpoint.
+
+        Recorded answers are forgotten before: weights that sampled them may be lost.
+        """
+        self._answers.clear()
         self._groups.write(record)
         self._progress.apply(record)
         self._progress.forget_in_flight()
@@ -55,7 +65,11 @@ class TopicJournal:
         if time.monotonic() >= self._next_save:
             self.save()
         self._groups.write(record)
-        self._progress.apply(record)
+        self._apply(record)
+
+    def forget_answers(self, group_id: str, attempts: Sequence[int]) -> None:
+        """Has attempts that failed sampled anew."""
+        self._answers.remove(group_id, attempts)
 
     def save(self) -> None:
         """Syncs the records, writes a snapshot that covers them, then permits their deletion."""
@@ -65,3 +79,8 @@ class TopicJournal:
         if self._cursor is not None:
             self._cursor.commit(offset)
         self._next_save = time.monotonic() + SAVE_EVERY_S
+
+    def _apply(self, record: ActorRecord) -> None:
+        self._progress.apply(record)
+        if not isinstance(record, OrderResumed):
+            self._answers.remove(record.group_id, range(record.attempts))

@@ -40,7 +40,7 @@ class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     attempts: tuple[int, ...]
     evaluation: bool
     version: int
-    """Live version at dispatch. No token of the group has an older one."""
+    """Live version at dispatch. No token that is sampled from then on has an older one."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

@@ -24,6 +24,8 @@ TOTALS = (
     ActorMetric.GROUPS_RETRIED,
     ActorMetric.ABORTED_REQUESTS,
     ActorMetric.TOKENS_GENERATED,
+    ActorMetric.ANSWERS_FROM_JOURNAL,
+    ActorMetric.DIVERGED,
 )
 
 
@@ -89,6 +91,8 @@ class ActorMetrics:
             self._recent.append(seen)
             self._totals[ActorMetric.ROLLOUTS] += 1
             self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
+            self._totals[ActorMetric.ANSWERS_FROM_JOURNAL] += rollout.answers_from_journal
+            self._totals[ActorMetric.DIVERGED] += rollout.diverged
             self._max_versions = max(self._max_versions, seen.num_versions)
 
     def sampling(self, worker: int, now: Sampling) -> None:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from pipelinerl.actor.answer_journal import AnswerJournal
 from pipelinerl.actor.drops import DropListener
 from pipelinerl.actor.evaluation import TestProblem
 from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
@@ -89,11 +90,14 @@ def run(context: RoleContext) -> None:
                 reporter=Reporter(metrics, metrics_log, context.status, cfg.actor.log_every_s),
             ).run(context.stop.is_set)
             journal.save()
+            is_over = trainer.training_done
     finally:
         workers.close()
         trainer.stop()
         drops.stop()
         metrics_log.close()
+    if is_over:
+        AnswerJournal(run_dir / context.job.name).clear()
 
 
 def make_trainer(context: RoleContext, progress: ActorProgress) -> TrainerState | OneVersion:

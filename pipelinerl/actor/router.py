@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -156,13 +156,17 @@ class GroupRoute:
         self.server: InferenceServer | None = None
         self.aborted_requests = 0
         """Requests that ended without a completion, repeated or not."""
-        self._answered: set[InferenceServer] = set()
+        self._answered: set[tuple[str, int]] = set()
+        """Name of a server, and the weight probes that it had missed when it answered."""
 
     @property
     def used(self) -> dict[str, int]:
         """The servers that answered, by name → weight probes that each had missed when it first did."""
-        newest_first = sorted(self._answered, key=lambda server: (server.name, -server.probes_missed))
-        return {server.name: server.probes_missed for server in newest_first}
+        return dict(sorted(self._answered, key=lambda answered: (answered[0], -answered[1])))
+
+    def add_used(self, servers: Mapping[str, int]) -> None:
+        """Adds servers that answered the group before a crash, in the form of ``used``."""
+        self._answered.update(servers.items())
 
     async def choose_server(self) -> InferenceServer:
         """Returns the group's server. Chooses a new one if there is none or it accepts no more requests."""
@@ -196,7 +200,7 @@ class GroupRoute:
             server = await self.choose_server()
             try:
                 completions = await self._client.post(server, request, n, growth)
-                self._answered.add(server)
+                self._answered.add((server.name, server.probes_missed))
                 return completions
             except TransportError as error:
                 self.aborted_requests += 1

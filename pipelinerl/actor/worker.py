@@ -73,7 +73,7 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_live(Path(run_dir), sock, name))
+        code = runner.run(_live(Path(run_dir), job_name, sock, name))
     spans.stop()
     os._exit(code)
 
@@ -85,7 +85,7 @@ def _beat(heartbeat: Any) -> None:
         time.sleep(BEAT_S)
 
 
-async def _live(run_dir: Path, sock: socket.socket, name: str) -> int:
+async def _live(run_dir: Path, job_name: str, sock: socket.socket, name: str) -> int:
     """Runs the worker, reports an error to the actor, and returns the exit code."""
     connection = await WorkerConnection.open(sock)
 
@@ -93,7 +93,7 @@ async def _live(run_dir: Path, sock: socket.socket, name: str) -> int:
         await connection.send(_from_worker.encode(message))
 
     try:
-        await _serve(run_dir, connection, send, name)
+        await _serve(run_dir, job_name, connection, send, name)
     except Exception as error:  # the process boundary
         log.exception("event=worker_failed")
         while isinstance(error, ExceptionGroup):
@@ -106,11 +106,16 @@ async def _live(run_dir: Path, sock: socket.socket, name: str) -> int:
 
 
 async def _serve(
-    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]], name: str
+    run_dir: Path,
+    job_name: str,
+    connection: WorkerConnection,
+    send: Callable[[FromWorker], Coroutine[Any, Any, None]],
+    name: str,
 ) -> None:
     """Reads the actor's messages, starts groups and sends their outcomes. ``name``: the process's, in its spans."""
     import aiohttp
 
+    from pipelinerl.actor.answer_journal import AnswerJournal
     from pipelinerl.actor.executor import Executor, GroupTasks
     from pipelinerl.actor.router import Client
     from pipelinerl.actor.setup import load_rollout_side
@@ -127,7 +132,8 @@ async def _serve(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         only_version = None if side.config.debug.mode is None else ONLY_VERSION
         client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
-        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules)
+        answers = AnswerJournal(run_dir / job_name) if side.config.actor.answer_journal else None
+        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
         names = [domain.section.name for domain in domains_of(side.config)]

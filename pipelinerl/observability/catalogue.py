@@ -123,6 +123,16 @@ class ActorMetric(Metric):
         "calls",
         "of a rollout whose prompt changed its conversation's history, so that tokens are read again",
     )
+    ANSWERS_FROM_JOURNAL = (
+        "answers_from_journal",
+        "answers",
+        "of rollouts that finished since the process began, got before a crash and not sampled again",
+    )
+    DIVERGED = (
+        "diverged",
+        "rollouts",
+        "finished since the process began that asked for something else after a crash than before, and started anew",
+    )
     CUT_BY_LENGTH = "cut_by_length", "share", "of rollouts with a completion that the server cut for its length"
     ROLLOUTS_UNDER_WAY = "rollouts_under_way", "rollouts", "at this time"
     ROLLOUTS_ENDED = "rollouts_ended", "rollouts", "of training that ended, whether their groups have ended or not"

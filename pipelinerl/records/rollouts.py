@@ -74,6 +74,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The images that its sequences show, each once, as encoded files (PNG, JPEG, …)."""
     num_forks: int = 0
     """LLM calls whose prompt left sampled tokens of their own conversation behind: an answer in it was edited, say."""
+    answers_from_journal: int = 0
+    """LLM calls that were answered before a crash, and not sampled again (`actor.answer_journal`)."""
+    diverged: bool = False
+    """Whether it asked for something else after a crash than before, and so started anew."""
 
     def size(self, unit: BatchUnit) -> int:
         """What it counts in an optimizer batch: 1, or its training sequences."""

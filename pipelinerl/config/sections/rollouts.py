@@ -101,6 +101,12 @@ class ActorSection(Section):
     max_group_reissues: NonNegativeInt = key(
         2, "times that a problem with too many failures is tried again before it is dropped", may_change=True
     )
+    answer_journal: bool = key(
+        True,
+        "keep the answers of rollouts under way in the run folder: after a crash a rollout is played again and gets "
+        "its answers so far without sampling them again. See [A crash](guides/agent.md#a-crash)",
+        may_change=True,
+    )
     max_domain_errors: NonNegativeInt = key(
         100, "exceptions of the domain's own code before the run stops", may_change=True
     )

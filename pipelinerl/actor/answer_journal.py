@@ -1,0 +1,257 @@
+"""The journal of answers: a rollout that a crash interrupted is played again, and gets its first answers from here.
+
+Owns the folder ``answers`` of an actor's job, with one file per attempt under way. Every answer of a server is written
+there before the attempt gets it. The file outlives worker, actor and launcher; the actor removes it when the group is
+published or dropped. A recorded answer is the server's, bit for bit: tokens, log-probabilities, weight versions.
+
+    file = frame of RecordedAnswer, frame of RecordedAnswer, …      (``streams.frames``; the offset counts the answers)
+
+A write that a crash cut short, or that a power cut lost, ends the file: what follows is sampled again.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from pipelinerl.actor.router import GroupRoute
+from pipelinerl.errors import StreamError, TransportError
+from pipelinerl.llm import GenerateRequest, TrainableLLM, Transport
+from pipelinerl.records.answers import Completion
+from pipelinerl.rollouts import CallTokens
+from pipelinerl.streams.codec import Codec
+from pipelinerl.streams.frames import header, parse_frame
+from pipelinerl.world.disk import make_folder
+
+log = logging.getLogger(__name__)
+
+FOLDER = "answers"
+KEY_BYTES = 16
+
+
+class Diverged(TransportError):
+    """The attempt asks for something else than the recorded attempt did."""
+
+
+class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request and its answer. What the request holds of the answer is left out."""
+
+    key: bytes
+    """``request_key`` of the request."""
+    completion: Completion
+    prompt_ids: np.ndarray | None = None
+    """int32 [P]: a prompt with images as the model read it. None: as sent."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 2]: of ``prompt_ids``, as in ``CallTokens``. None without images."""
+    servers: dict[str, int] = {}
+    """``GroupRoute.used`` when the answer came."""
+    overlapped: bool = False
+    """Whether the attempt waited for another answer at the same time."""
+
+
+_codec: Codec[RecordedAnswer] = Codec(RecordedAnswer)
+_disk = ThreadPoolExecutor(1, "answers")
+
+
+def request_key(request: GenerateRequest) -> bytes:
+    """Returns a digest of what was asked: prompt tokens, images, sampling parameters.
+
+    The seed is left out: it depends on the order of an attempt's requests, and says nothing about the distribution.
+    """
+    prompt, body = request.key
+    if b'"seed"' in body:
+        parameters = msgspec.json.decode(body)
+        parameters.pop("seed", None)
+        body = msgspec.json.encode(parameters)
+    digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
+    digest.update(prompt)
+    digest.update(body)
+    return digest.digest()
+
+
+class AttemptFile:
+    """The recorded answers of one attempt. One process writes it: the worker that plays the attempt.
+
+    Attributes:
+        answers: those that the file held when it was opened, up to the first that is damaged or incomplete.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        self.answers, self._end = _read(content)
+        self._count = len(self.answers)
+        self._is_failed = False
+
+    def append(self, answer: RecordedAnswer) -> None:
+        """Writes one answer behind the last. After a write that failed the file stays as it is."""
+        if self._is_failed:
+            return
+        payload = _codec.encode(answer)
+        frame = header(self._count, payload) + payload
+        try:
+            # Opened for every answer: thousands of open files would leave no room for connections.
+            with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+                file.truncate(self._end)
+                file.seek(self._end)
+                if file.write(frame) != len(frame):
+                    raise OSError("no space is left")
+        except OSError as error:
+            self._is_failed = True
+            log.warning("event=answer_not_recorded file=%s reason=%s", self._path, error)
+            return
+        self._count += 1
+        self._end += len(frame)
+
+    def clear(self) -> None:
+        """Forgets all answers."""
+        self._path.unlink(missing_ok=True)
+        self.answers, self._end, self._count = [], 0, 0
+
+
+def _read(content: bytes) -> tuple[list[RecordedAnswer], int]:
+    """Returns the answers at the beginning of a file that are whole, and where the last one ends."""
+    answers: list[RecordedAnswer] = []
+    end = 0
+    try:
+        while (frame := parse_frame(content, end, len(answers))) is not None:
+            answers.append(_codec.decode(frame.payload))
+            end = frame.end
+    except StreamError as error:
+        log.warning("event=recorded_answers_damaged after=%d reason=%s", len(answers), error)
+    return answers, end
+
+
+class AnswerJournal:
+    """The recorded answers of an actor's attempts. Workers open and write them, the actor removes them.
+
+    Args:
+        job_folder: folder of the actor's job.
+    """
+
+    def __init__(self, job_folder: Path):
+        self._folder = job_folder / FOLDER
+        make_folder(self._folder)
+
+    async def open(self, group_id: str, attempt: int) -> AttemptFile:
+        """Reads the answers of an attempt, without blocking the loop."""
+        return await asyncio.get_running_loop().run_in_executor(_disk, AttemptFile, self._path(group_id, attempt))
+
+    def remove(self, group_id: str, attempts: Iterable[int]) -> None:
+        """Forgets the answers of attempts that no worker plays."""
+        for attempt in attempts:
+            self._path(group_id, attempt).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Forgets all answers. No worker may play an attempt."""
+        for path in self._folder.iterdir():
+            path.unlink(missing_ok=True)
+
+    def _path(self, group_id: str, attempt: int) -> Path:
+        return self._folder / f"{quote(group_id, safe='')}.{attempt}"
+
+
+class AttemptTransport:
+    """Carries the requests of one attempt (see ``llm.Transport``): answers those that are recorded, records the others.
+
+    Requests that came one after another must come again in that order. Requests that overlapped may come in any order,
+    and beside others. Every recorded answer must be asked for until the attempt ends.
+
+    Args:
+        file: answers of the attempt before a crash.
+        transport: samples.
+        route: is told which servers had sampled the recorded answers.
+    """
+
+    def __init__(self, file: AttemptFile, transport: Transport, route: GroupRoute):
+        self._file, self._transport, self._route = file, transport, route
+        self._left = list(file.answers)
+        """Recorded answers that were not asked for again."""
+        self._any_order = any(answer.overlapped for answer in file.answers)
+        self._waiting = 0
+        """Requests that are being sampled."""
+        self._diverged = False
+        self.num_taken = 0
+        """Requests answered from the file."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight versions that sampled the recorded answers."""
+        spans = [answer.completion.version_spans for answer in self._file.answers]
+        return [int(version) for found in spans if found is not None for version in found[:, 2]]
+
+    def has_diverged(self, ended: bool) -> bool:
+        """Whether the attempt asked for something else than before. ``ended``: it ended by itself."""
+        return self._diverged or (ended and bool(self._left))
+
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
+        """Returns the recorded answer, or samples one and records it. Raises ``Diverged``, also ever after."""
+        key = request_key(request)
+        recorded = self._take(key)
+        if recorded is not None:
+            self.num_taken += 1
+            self._route.add_used(recorded.servers)
+            return _tokens(recorded, request)
+        if self._diverged or (self._left and not self._any_order):
+            self._diverged = True
+            raise Diverged("the rollout asks for something else than it did before a crash: it starts anew")
+        self._waiting += 1
+        try:
+            tokens = await self._transport.generate(llm, request, session)
+            answer = _recorded(key, request, tokens, self._route.used, overlapped=self._waiting > 1)
+            await asyncio.get_running_loop().run_in_executor(_disk, self._file.append, answer)
+        finally:
+            self._waiting -= 1
+        return tokens
+
+    def _take(self, key: bytes) -> RecordedAnswer | None:
+        places = range(len(self._left)) if self._any_order else range(min(1, len(self._left)))
+        place = next((i for i in places if self._left[i].key == key), None)
+        return None if place is None or self._diverged else self._left.pop(place)
+
+
+def _recorded(
+    key: bytes, request: GenerateRequest, tokens: CallTokens, servers: dict[str, int], *, overlapped: bool
+) -> RecordedAnswer:
+    return RecordedAnswer(
+        key=key,
+        completion=Completion(
+            token_ids=tokens.completion_ids,
+            logprobs=tokens.logprobs,
+            version_spans=tokens.version_spans,
+            finish_reason=tokens.finish_reason,
+            cached_tokens=tokens.cached_tokens,
+            routed_experts=tokens.routed_experts,
+        ),
+        prompt_ids=tokens.prompt_ids if request.images else None,
+        image_spans=tokens.image_spans,
+        servers=servers,
+        overlapped=overlapped,
+    )
+
+
+def _tokens(answer: RecordedAnswer, request: GenerateRequest) -> CallTokens:
+    completion = answer.completion
+    assert completion.version_spans is not None
+    return CallTokens(
+        prompt_ids=request.token_ids if answer.prompt_ids is None else answer.prompt_ids,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        version_spans=completion.version_spans,
+        finish_reason=completion.finish_reason,
+        cached_tokens=completion.cached_tokens,
+        routed_experts=completion.routed_experts,
+        images=request.images,
+        image_spans=answer.image_spans,
+    )
