@@ -7,6 +7,7 @@ temporary folder of the process that serves.
 
 import atexit
 import datetime
+import functools
 import hmac
 import ipaddress
 import os
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 VALID = (datetime.datetime(2020, 1, 1), datetime.datetime(2120, 1, 1))
 """Fixed, because all nodes must make the same certificate whatever their clocks say. The secret lives as long as it."""
+WIRE_NAME = "weights.pipelinerl"
+"""The name in the certificate of every listener for weights, whatever its node is called."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -65,8 +68,34 @@ def server_files(world: WorldSection, hostname: str, env: Mapping[str, str] = os
         return world.tls_cert, world.tls_key
     folder = tempfile.mkdtemp(prefix="tls-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    certificate, key = made_server(hostname, env)
-    files = os.path.join(folder, "cert.pem"), os.path.join(folder, "key.pem")
+    return _written(Path(folder), *made_server(hostname, env))
+
+
+def wire_contexts(secret: str, env: Mapping[str, str] = os.environ) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+    """Returns how a listener and a dialler of weights encrypt (TLS 1.3), None if the run has no TLS.
+
+    Both ends follow from the secret, also where HTTP uses certificates that were given: who shows this certificate
+    knows the secret.
+    """
+    return _wire_contexts(secret) if secret and env.get(CA_VARIABLE) else None
+
+
+@functools.lru_cache(maxsize=2)
+def _wire_contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    env = {SECRET_VARIABLE: secret}
+    listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.TemporaryDirectory(prefix="tls-") as folder:
+        listener.load_cert_chain(*_written(Path(folder), *made_server(WIRE_NAME, env)))
+    listener.num_tickets = 0  # nothing comes on a connection on which nothing was asked
+    dialler = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    dialler.load_verify_locations(cadata=made_authority(env))
+    for context in (listener, dialler):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return listener, dialler
+
+
+def _written(folder: Path, certificate: str, key: str) -> tuple[str, str]:
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
     for path, content in zip(files, (certificate, key), strict=True):
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(content)

@@ -5,16 +5,20 @@ with another member. A self-healing chain needs both.
 
     frame = kind (1 byte) | length (8 bytes) | body
 
-Every wait has a patience: the seconds that may pass without a byte. ``close`` from any thread ends a wait.
+With `world.tls` the frames are in records of TLS 1.3. Every wait has a patience: the seconds that may pass without a
+byte. ``close`` from any thread ends a wait.
 """
 
 import contextlib
 import hmac
 import secrets
+import select
 import socket
+import ssl
 import struct
+import sys
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -22,6 +26,7 @@ import torch
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address
 from pipelinerl.world.network import listen_address
+from pipelinerl.world.tls import WIRE_NAME, wire_contexts
 
 DATA, ALIVE, UNKNOWN, GONE, MESSAGE, OTHER, NO_GROUP = range(7)
 """Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`, another shard's key, not in
@@ -32,6 +37,8 @@ HANDSHAKE_S = 5.0
 TICKS = 4
 """Number of times that a blocked socket call returns within its patience."""
 MAX_MESSAGE_BYTES = 64 << 20
+RECORD_BYTES = 16 << 10
+"""The longest record of TLS. One is sent at a time, because OpenSSL wants the same bytes again after a time-out."""
 _HEADER = struct.Struct("!BQ")
 _MAGIC = b"PRLW1"
 _NONCE_BYTES = 32
@@ -49,7 +56,11 @@ class Connection:
     def __init__(self, sock: socket.socket, patience_s: float):
         self._socket = sock
         self._is_closed = False
-        sock.settimeout(None)  # the kernel's time-outs let a whole bucket be one call
+        self._is_encrypted = isinstance(sock, ssl.SSLSocket)
+        self._at_once, self._flags, self._nothing_yet = RECORD_BYTES, 0, TimeoutError
+        if not self._is_encrypted:
+            self._at_once, self._flags, self._nothing_yet = sys.maxsize, socket.MSG_WAITALL, BlockingIOError
+            sock.settimeout(None)  # the kernel's time-outs let a whole bucket be one call
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.set_patience(patience_s)
@@ -61,8 +72,11 @@ class Connection:
         Raises:
             WireError: there is no answer, or the listener does not know the secret.
         """
+        contexts = wire_contexts(secret)
         try:
             sock = socket.create_connection((address.host, address.port), min(patience_s, HANDSHAKE_S))
+            if contexts:
+                sock = _encrypted(sock, contexts[1], server_hostname=WIRE_NAME)
         except OSError as error:
             raise WireError(f"{address}: {error}") from error
         connection = cls(sock, min(patience_s, HANDSHAKE_S))
@@ -81,6 +95,12 @@ class Connection:
         Raises:
             WireError: the dialler does not know the secret. The socket is closed.
         """
+        if contexts := wire_contexts(secret):
+            sock.settimeout(HANDSHAKE_S)
+            try:
+                sock = _encrypted(sock, contexts[0], server_side=True)
+            except OSError as error:
+                raise WireError(f"no TLS handshake: {error}") from error
         connection = cls(sock, HANDSHAKE_S)
         try:
             _authenticate(connection, secret, b"listener", b"dialler")
@@ -92,17 +112,20 @@ class Connection:
     @property
     def is_hung_up(self) -> bool:
         """Whether the other end has closed the connection (or has sent unexpected bytes)."""
+        poll = select.poll()
         try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) is not None
-        except BlockingIOError:
-            return False
-        except OSError:
+            poll.register(self._socket, select.POLLIN)
+        except (OSError, ValueError):  # it is closed
             return True
+        return bool(poll.poll(0))
 
     def set_patience(self, patience_s: float) -> None:
         """Makes later waits fail after ``patience_s`` seconds without a byte. Infinity = never."""
         self._patience_s = patience_s
         tick = max(min(patience_s / TICKS, 1e6), 0.01)
+        if self._is_encrypted:
+            self._socket.settimeout(tick)
+            return
         timeval = struct.pack("@ll", int(tick), int(tick % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             with contextlib.suppress(OSError):
@@ -123,9 +146,9 @@ class Connection:
         sent, moved = 0, time.monotonic()
         while sent < len(view):
             try:
-                sent += self._socket.send(view[sent:])
+                sent += self._socket.send(view[sent : sent + self._at_once])
                 moved = time.monotonic()
-            except BlockingIOError:
+            except self._nothing_yet:
                 self.check_patience(moved)
             except OSError as error:
                 raise WireError(f"the connection broke: {error}") from error
@@ -145,8 +168,8 @@ class Connection:
         got, moved = 0, time.monotonic()
         while got < len(view):
             try:
-                count = self._socket.recv_into(view[got:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
+                count = self._socket.recv_into(view[got:], 0, self._flags)
+            except self._nothing_yet:
                 self.check_patience(moved)
                 continue
             except OSError as error:
@@ -182,20 +205,20 @@ class Connection:
     def end_sending(self) -> None:
         """Tells the other end that nothing more comes. It may still send."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
 
     def close(self) -> None:
         """Closes the connection and ends every wait on it. Any thread may call it."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
     def interrupt(self) -> None:
         """Ends every wait on the connection. Its own thread closes it."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def check_patience(self, moved: float) -> None:
         """Raises if the connection was interrupted, or if its patience has passed since the last byte at ``moved``."""
@@ -203,6 +226,15 @@ class Connection:
             raise WireError("the connection was closed")
         if time.monotonic() - moved >= self._patience_s:
             raise WireError(f"not a byte for {self._patience_s:g} s")
+
+
+def _encrypted(sock: socket.socket, context: ssl.SSLContext, **options: Any) -> socket.socket:
+    """Does the handshake of TLS within the socket's time-out. Closes the socket if that fails."""
+    try:
+        return context.wrap_socket(sock, **options)
+    except OSError:
+        sock.close()
+        raise
 
 
 def _authenticate(connection: Connection, secret: str, mine: bytes, theirs: bytes) -> None:
