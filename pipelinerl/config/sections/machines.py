@@ -62,8 +62,8 @@ class WorldSection(Section):
     )
     tls: bool = key(
         False,
-        "TLS for HTTP and redis between the nodes. Without the three files below, certificates are made from the "
-        "run's secret",
+        "TLS for HTTP, redis and the bytes of weights over TCP between the nodes. Without the three files below, "
+        "certificates are made from the run's secret",
         may_change=True,
     )
     tls_cert: str | None = key(None, "certificate of this node's servers (PEM), with its chain", may_change=True)
