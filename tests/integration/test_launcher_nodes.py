@@ -116,7 +116,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         process.wait(DEADLINE_S)
 
 
-@pytest.mark.parametrize("streams", STORES)
+@pytest.mark.parametrize("streams", [pytest.param("files", marks=pytest.mark.slow), STORES[1]])
 def test_nodes_run_together_to_the_end(nodes: Nodes, streams: str) -> None:
     nodes.start_all(f"streams={streams}")
     assert nodes.wait() == [0, 0], nodes.outputs()
@@ -212,6 +212,7 @@ def test_nodes_stranger_is_turned_away_and_the_run_waits(nodes: Nodes, streams: 
     assert nodes.wait() == [0, 0], nodes.outputs()
 
 
+@pytest.mark.slow
 def test_nodes_second_launcher_with_one_rank_is_refused(nodes: Nodes) -> None:
     nodes.start_all(finetune="held")
     nodes.wait_for(0, "is here")
@@ -229,6 +230,7 @@ def test_nodes_without_a_secret_are_refused(nodes: Nodes) -> None:
     assert "PIPELINERL_SECRET is not set" in nodes.output(0)
 
 
+@pytest.mark.slow
 def test_nodes_with_streams_in_files_share_the_folder_whatever_else_they_see_in_it(nodes: Nodes) -> None:
     """The follower read the leader's lease in the folder, but did not see the marker yet, and was refused its lock."""
     nodes.start(0, finetune="held")
@@ -253,7 +255,7 @@ def test_nodes_error_of_a_launcher_is_told_to_the_leader_at_once(nodes: Nodes) -
     assert "another launcher is running in it" in nodes.output(0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_nodes_that_never_come_are_named(nodes: Nodes, rank: int) -> None:
     nodes.start(rank, "launcher.startup_timeout_s=3", finetune="endless")
     assert nodes.wait() == [1 + rank]
@@ -262,7 +264,7 @@ def test_nodes_that_never_come_are_named(nodes: Nodes, rank: int) -> None:
     assert "share the run folder or have streams=redis" in nodes.output(rank)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nodes_run_goes_on_without_servers_and_takes_them_back(nodes: Nodes, number: signal.Signals) -> None:
     nodes.num_nodes, nodes.node_timeout_s = 3, LOSS_S
     nodes.start_all(finetune="held")
@@ -278,6 +280,7 @@ def test_nodes_run_goes_on_without_servers_and_takes_them_back(nodes: Nodes, num
     assert nodes.wait() == [0, 0, 0], nodes.outputs()
 
 
+@pytest.mark.slow
 def test_nodes_with_a_trainer_end_all_when_they_are_lost(nodes: Nodes) -> None:
     nodes.num_nodes, nodes.node_timeout_s = 3, LOSS_S
     nodes.start_all(finetune="held")

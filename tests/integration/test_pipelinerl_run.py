@@ -132,6 +132,7 @@ def run_on_cpu(name: str, folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_every_domain_of_an_old_folder_is_trained_after_the_migration_alone(tmp_path: Path) -> None:
     run_dir = run_on_cpu("mixed", tmp_path, "finetune.batch_unit=rollouts")  # the number of groups is known then

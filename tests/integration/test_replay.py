@@ -160,6 +160,7 @@ def test_bundle_is_replayed_without_the_run(run_dir: Path, tmp_path: Path, capsy
     assert found["compared"]["logprobs"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root for another machine's view"
 )
@@ -262,6 +263,7 @@ def test_step_of_a_run_that_resumed_inside_a_block_is_replayed_with_its_proximal
     assert (code, found["from_checkpoint"], found["proximal_made_at"]) == (0, 3, 4)
 
 
+@pytest.mark.slow
 def test_replay_says_when_no_checkpoint_holds_the_proximal_policy(tmp_path: Path, capsys: Capture) -> None:
     """As a version wrote it that did not save π_prox."""
     every = ["finetune.rl.policy_loss=decoupled_ppo", "finetune.rl.proximal_every=4", "finetune.rl.epsilon_high=1e-5"]
