@@ -21,7 +21,11 @@ ENGINES = {
     "fsdp2_shards": ("fsdp2", ["finetune.shard_gradients=true"]),
     "ddp": ("ddp", []),
 }
-SEVERAL_COPIES = {"hsdp": ("fsdp2", ["finetune.shard_ranks=2"])}
+SEVERAL_COPIES = {
+    "hsdp": ("fsdp2", ["finetune.shard_ranks=2"]),
+    "experts": ("fsdp2", ["finetune.expert_ranks=2", "finetune.gradient_checkpointing=true"]),
+    "experts_hsdp": ("fsdp2", ["finetune.expert_ranks=2", "finetune.shard_ranks=2", "finetune.shard_gradients=true"]),
+}
 """Engines for four ranks."""
 
 

@@ -88,11 +88,27 @@ def make_qwen2(
     )
 
 
+def make_mixture(vocab_size: int) -> PreTrainedModel:
+    """A float32 Qwen3-MoE of two layers with 8 experts, of which every token visits 2."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=vocab_size, **sizes, **heads, **experts)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def save_qwen2(folder: Path, vocab_size: int, **shape: Any) -> Path:
     """Writes the model and a tokenizer whose words are ``t0`` … ``t{vocab_size - 1}``; returns ``folder``."""
+    return save_with_words(make_qwen2(vocab_size, **shape), folder)
+
+
+def save_with_words(lm: PreTrainedModel, folder: Path) -> Path:
+    """Writes a model and a tokenizer whose words are ``t0``, ``t1`` …; returns ``folder``."""
     from tokenizers import Tokenizer, models
 
-    make_qwen2(vocab_size, **shape).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    lm.save_pretrained(folder)
+    words = {f"t{i}": i for i in range(lm.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1").save_pretrained(folder)
     return folder

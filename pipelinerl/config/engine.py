@@ -68,6 +68,12 @@ def _check_deepspeed(config: Config) -> str | None:
     return None
 
 
+def _check_sharded(config: Config) -> str | None:
+    if config.finetune.compile and config.finetune.expert_ranks is not None:
+        return "`finetune.compile` is true, but with `finetune.expert_ranks` layers are not compiled: set it to false"
+    return None
+
+
 TRAITS = {
     "ddp": EngineTraits(memory="pipelinerl.plan.training_memory.ReplicatedMemory"),
     "deepspeed": EngineTraits(
@@ -80,7 +86,8 @@ TRAITS = {
     "fsdp2": EngineTraits(
         memory="pipelinerl.plan.training_memory.ShardedMemory",
         always_in_a_group=True,
-        reads=frozenset({"shard_gradients", "shard_ranks"}),
+        reads=frozenset({"shard_gradients", "shard_ranks", "expert_ranks"}),
+        check=_check_sharded,
     ),
 }
 """Traits of the built-in engines, whose classes name them, too."""

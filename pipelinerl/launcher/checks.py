@@ -168,6 +168,12 @@ def engine(start: Start) -> list[str]:
             f"`finetune.shard_ranks` is {sharing}, which does not divide the trainer's {ranks} ranks: set it to a "
             "divisor, such as the GPUs of a node, or to null"
         )
+    dividing = start.config.finetune.expert_ranks
+    if dividing and "expert_ranks" in traits.reads and (sharing or ranks) % dividing:
+        raise ConfigError(
+            f"`finetune.expert_ranks` is {dividing}, which does not divide the {sharing or ranks} ranks that share a "
+            "copy of the weights: set it to a divisor, such as the GPUs of a node, or to null"
+        )
     return []
 
 
@@ -191,13 +197,18 @@ def optimizer(start: Start) -> list[str]:
 def experts(start: Start) -> list[str]:
     """Refuse what only a mixture of experts can do for a model without experts."""
     config, options = start.config, server_options(start.config)
-    parallel = options.get(EXPERT_PARALLEL) in (True, "")
-    wanted = {"finetune.router_replay": config.finetune.router_replay}
+    parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks
+    wanted = {"finetune.router_replay": config.finetune.router_replay, "finetune.expert_ranks": dividing}
     wanted[f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL}"] = parallel
-    for key in (name for name, is_set in wanted.items() if is_set):
-        shape = find_model_shape(config.model_path)
-        if shape is not None and shape.experts == 1:
-            raise ConfigError(f"`{key}` is true, but {config.model_path} has no experts: remove it")
+    shape = find_model_shape(config.model_path)
+    for key, value in wanted.items():
+        if value and shape is not None and shape.experts == 1:
+            raise ConfigError(f"`{key}` is {str(value).lower()}, but {config.model_path} has no experts: remove it")
+    if dividing and shape is not None and shape.experts % dividing:
+        raise ConfigError(
+            f"`finetune.expert_ranks` is {dividing}, which does not divide the {shape.experts} experts of "
+            f"{config.model_path}: set it to a divisor of them, or to null"
+        )
     if config.finetune.router_replay and start.world.accelerator == "cpu":
         raise ConfigError(
             "`finetune.router_replay` is true, but vLLM reports the experts that it chose only on GPUs: set it to false"

@@ -32,13 +32,15 @@ from pipelinerl.world.map import WorldMap
 
 ASSUMED_GPU_BYTES = 80 * GIB
 DEFAULT_UTILIZATION = 0.9
+EXPERT_RANKS = ("finetune.expert_ranks", 8)
 SMALLER_TRAINER = (
     ("finetune.gradient_checkpointing", True),
     ("finetune.engine", "fsdp2"),
     ("finetune.shard_gradients", True),
+    EXPERT_RANKS,
     ("finetune.lora.enabled", True),
 )
-"""Settings that make a trainer smaller, the least intrusive first."""
+"""Settings that make a trainer smaller, the least intrusive first. The last trains something else."""
 ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
@@ -119,10 +121,10 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
     """Return what one of `ranks` trainer ranks holds at its peak. `cuda`: on a GPU."""
     memory, lora = engine_memory(cfg, ranks), cfg.finetune.lora
     trained = lora_parameters(shape, lora.r) if lora.enabled else None
-    weights, gradient, states = memory.state_bytes(shape.parameters, trained)
+    weights, _, states = memory.state_bytes(shape.parameters, trained)
     items = (
         MemoryItem(label="weights", num_bytes=weights),
-        MemoryItem(label="gradient", num_bytes=gradient),
+        MemoryItem(label="gradient", num_bytes=memory.gradient_bytes(shape, trained)),
         MemoryItem(label="optimizer states", num_bytes=states),
         *step_items(shape, memory, cuda=cuda),
     )
@@ -174,7 +176,7 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
         return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
     ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
     changed, changes = cfg, list[str]()
-    for key, value in SMALLER_TRAINER:
+    for key, value in _smaller_trainer(cfg, shape, ranks):
         if key in ONLY_FOR_RANKS and (ranks == 1 or engine_of(changed, ranks) == value):
             continue
         following = with_value(changed, key, value)
@@ -183,14 +185,22 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
         changed, changes = following, [*changes, f"{key}={str(value).lower()}"]
         if trainer_bytes(changed, shape, ranks) <= capacity:
             return f"it fits with {' '.join(changes)}"
-    sharded = cfg
-    for key, value in SMALLER_TRAINER[:3]:
-        sharded = with_value(sharded, key, value)
     for more in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > ranks):
+        sharded, settings = cfg, _smaller_trainer(cfg, shape, more)[:-1]
+        for key, value in settings:
+            sharded = with_value(sharded, key, value)
         if trainer_bytes(sharded, shape, more) <= capacity:
-            keys = " ".join(f"{key}={str(value).lower()}" for key, value in SMALLER_TRAINER[:3])
+            keys = " ".join(f"{key}={str(value).lower()}" for key, value in settings)
             return f"it fits on {more} trainer GPUs with {keys}"
     return "no number of GPUs makes it fit: shorten finetune.seq_length or take a smaller model"
+
+
+def _smaller_trainer(cfg: Config, shape: ModelShape, ranks: int) -> list[tuple[str, Any]]:
+    """`SMALLER_TRAINER`. Experts are divided only among ranks that share a copy, each of which gets as many."""
+    sharing, dividing = cfg.finetune.shard_ranks or ranks, EXPERT_RANKS[1]
+    divides = cfg.finetune.expert_ranks is None and shape.experts > 1
+    divides = divides and shape.experts % dividing == 0 and sharing % dividing == 0
+    return [setting for setting in SMALLER_TRAINER if divides or setting != EXPERT_RANKS]
 
 
 def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:

@@ -128,6 +128,18 @@ PUBLISHED_SHAPES = {
         experts=128,
         active_experts=8,
     ),
+    "Qwen/Qwen3-235B-A22B": ModelShape(
+        layers=94,
+        hidden=4096,
+        intermediate=1536,
+        heads=64,
+        kv_heads=4,
+        head_dim=128,
+        vocab=151936,
+        tied=False,
+        experts=128,
+        active_experts=8,
+    ),
 }
 """Shapes for planning the default configurations without a download. A local ``config.json`` has priority."""
 

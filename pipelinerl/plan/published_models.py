@@ -19,11 +19,15 @@ TRAINERS = (
     ("ddp", 1),
     ("deepspeed", 8),
     ("fsdp2", 8),
+    ("fsdp2, ep 8", 8),
     ("deepspeed", 32),
     ("fsdp2", 32),
+    ("fsdp2, ep 8", 64),
     ("deepspeed", 128),
 )
-"""(`finetune.engine`, trainer ranks). DeepSpeed: as `deepspeed_config` says, which is ZeRO-3 by default."""
+"""(trainer, ranks). DeepSpeed: as `deepspeed_config` says, which is ZeRO-3 by default."""
+EXPERTS = {"fsdp2, ep 8": ["finetune.shard_gradients=true", "finetune.expert_ranks=8"]}
+"""Overrides of the trainers whose ranks divide experts and shard gradients."""
 SERVER_SIZES = (1, 2, 4, 8, 16)
 
 
@@ -38,13 +42,13 @@ def run_memory(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     title = f"GiB per trainer GPU of {args.gpu_gib:g} GiB (bold: fits), and GPUs per server"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)
-    for engine, ranks in TRAINERS:
-        table.add_column(f"{engine}\n× {ranks}", justify="right", no_wrap=True)
+    for trainer, ranks in TRAINERS:
+        table.add_column(f"{trainer}\n× {ranks}", justify="right", no_wrap=True)
     table.add_column("server", justify="right")
     rows = []
-    trainers = {engine: _trainer(engine, args.overrides) for engine, _ in TRAINERS}
+    trainers = {name: _trainer(name, args.overrides) for name, _ in TRAINERS}
     for name, shape in PUBLISHED_SHAPES.items():
-        needed = {f"{e} × {n}": trainer_bytes(trainers[e], shape, n) / GIB for e, n in TRAINERS}
+        needed = {f"{key} × {n}": trainer_bytes(trainers[key], shape, n) / GIB for key, n in TRAINERS}
         server = smallest_server(trainers["ddp"], shape, gpu_bytes)
         cells = [f"[bold]{x:.0f}[/]" if x * GIB <= gpu_bytes else f"{x:.0f}" for x in needed.values()]
         table.add_row(name.partition("/")[2], *cells, "none" if server is None else str(server))
@@ -63,5 +67,6 @@ def smallest_server(cfg: Config, shape: ModelShape, gpu_bytes: float) -> int | N
     return None
 
 
-def _trainer(engine: str, overrides: list[str]) -> Config:
-    return parse(compose("base", [*REQUIRED, f"finetune.engine={engine}", *overrides]))
+def _trainer(name: str, overrides: list[str]) -> Config:
+    engine = name.partition(",")[0]
+    return parse(compose("base", [*REQUIRED, f"finetune.engine={engine}", *EXPERTS.get(name, ()), *overrides]))

@@ -65,13 +65,14 @@ def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: bool)
 def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleSpeed:
     """Documents are assumed as long as a prompt and a longest completion, at most a micro-batch."""
     longest = min(cfg.finetune.seq_length, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
+    dividing = cfg.finetune.expert_ranks or 1
     each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,
         tokens_per_s=ranks * each,
         mfu=TRAINED_FLOPS * shape.active_parameters * each / gpu.flops,
-        note=f"documents of {longest} tokens",
+        note=f"documents of {longest} tokens" + (", without the exchange of tokens" if dividing > 1 else ""),
     )
 
 

@@ -10,12 +10,14 @@ Bytes per parameter P (N ranks, float32 master weights everywhere):
     ddp       16 P               weights, gradient, two Adam moments in float32
     fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
               16 P / N           with `finetune.shard_gradients`
+                                 with `finetune.expert_ranks` E, a rank's whole gradient has 1/E of the experts
     deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
               fp32  4 P + 4 P + 12 P  sharded in the same way: DeepSpeed keeps master weights here too
 
 With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Frozen norms keep
 no normalised input, the head has no gradient, and autocast copies a frozen weight anew each time. Ranks that share
-a micro-batch have their part of its activations, and each layer's keys and values as a whole.
+a micro-batch have their part of its activations, and each layer's keys and values as a whole. Ranks that divide the
+experts are assumed to receive as many tokens as they send.
 
 Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
 """
@@ -91,6 +93,14 @@ class EngineMemory:
         learning = parameters if trained is None else trained
         return 4 * parameters, 4 * learning, 8 * learning
 
+    def gradient_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
+        """Bytes of the gradient on one rank, the second of ``state_bytes``, for an engine that divides experts."""
+        return self.state_bytes(shape.parameters, trained)[1]
+
+    def exchanged_bytes(self, shape: ModelShape, tokens: int) -> int:
+        """Bytes of rows that travel to and from experts of other ranks in one layer."""
+        return 0
+
     def whole_weights(self, shape: ModelShape) -> int:
         """Bytes of whole weights that exist besides the rank's own, in the precision of the products."""
         return 0
@@ -126,21 +136,48 @@ class ReplicatedMemory(EngineMemory):
 
 
 class ShardedMemory(EngineMemory):
-    """`fsdp2`. Ranks of several copies hold as much as those of one."""
+    """`fsdp2`. Ranks of several copies hold as much as those of one.
+
+    Experts that ranks divide are sharded as finely as the rest in the end, but a rank gathers only those that it owns.
+    """
+
+    def __init__(self, cfg: Config, name: str, ranks: int):
+        super().__init__(cfg, name, ranks)
+        self.sharing, self.dividing = cfg.finetune.shard_ranks or ranks, cfg.finetune.expert_ranks or 1
+
+    def __str__(self) -> str:
+        if self.dividing == 1:
+            return self.name
+        return f"{self.name}, experts divided over {self.dividing} ranks that are assumed to get equally many tokens"
 
     def state_bytes(self, parameters: int, trained: int | None = None) -> tuple[int, int, int]:
         weights, gradient, states = super().state_bytes(parameters, trained)
-        sharing = self.cfg.finetune.shard_ranks or self.ranks
-        shares = sharing if self.cfg.finetune.shard_gradients else 1
-        return weights // sharing, gradient // shares, states // sharing
+        shares = self.sharing if self.cfg.finetune.shard_gradients else 1
+        return weights // self.sharing, gradient // shares, states // self.sharing
+
+    def gradient_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
+        if self.cfg.finetune.shard_gradients or trained is not None:
+            return super().gradient_bytes(shape, trained)
+        return 4 * (shape.parameters - shape.expert_parameters + shape.expert_parameters // self.dividing)
+
+    def exchanged_bytes(self, shape: ModelShape, tokens: int) -> int:
+        """What a rank sends and what comes."""
+        if self.dividing == 1:
+            return 0
+        return 2 * self.precision.computed * tokens * shape.active_experts * shape.hidden
+
+    def gathered_layer(self, shape: ModelShape) -> int:
+        """Parameters of a layer with the experts of one rank."""
+        experts = shape.expert_parameters // shape.layers
+        return layer_parameters(shape) - experts + experts // self.dividing
 
     def whole_weights(self, shape: ModelShape) -> int:
         """Embedding and head for the whole step, and two layers at a time."""
-        return self.precision.computed * (embedding_parameters(shape) + 2 * layer_parameters(shape))
+        return self.precision.computed * (embedding_parameters(shape) + 2 * self.gathered_layer(shape))
 
     def reduction_bytes(self, shape: ModelShape, trained: float) -> int:
         """The gradient as computed, in float32, and the layer before."""
-        return int(trained * layer_parameters(shape) * (self.precision.computed + 8))
+        return int(trained * self.gathered_layer(shape) * (self.precision.computed + 8))
 
 
 class ZeroMemory(EngineMemory):
@@ -280,7 +317,8 @@ def passing_items(shape: ModelShape, memory: EngineMemory, *, learning: int, cud
     kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
     products = 2 * precision.computed * max(width, shape.hidden) + precision.stream * shape.hidden
-    backward = memory.second_gradient_bytes(learning) + tokens * products + 4 * gathered
+    exchanged = memory.exchanged_bytes(shape, tokens)
+    backward = memory.second_gradient_bytes(learning) + tokens * products + 4 * gathered + exchanged
     moments = (
         ("output head", head_bytes(memory.cfg, shape, precision, tokens, cuda=cuda)),
         ("one layer's backward pass", backward + (layer if finetune.gradient_checkpointing else 0)),

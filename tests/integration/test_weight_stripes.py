@@ -17,7 +17,7 @@ from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
 from pipelinerl.weights.transfer.checksum import added, checksum
-from tests.models import save_qwen2
+from tests.models import make_mixture, save_qwen2, save_with_words
 from tests.ports import free_port
 from tests.sender_kit import take_on_all_ranks, wait_for
 from tests.zero3 import shard_everything
@@ -185,6 +185,26 @@ def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
     assert max(given) - min(given) <= 2 * STRIPE_UNIT
 
 
+@pytest.mark.slow
+def test_ranks_that_divide_experts_send_every_byte_of_them_once(start_model_server: Any, tmp_path: Path) -> None:
+    """Four ranks, of which each owns half of the experts, to two servers."""
+    servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
+    out = tmp_path / "out.safetensors"
+    job = {
+        "engine": "fsdp2",
+        "model": str(save_with_words(make_mixture(64), tmp_path / "model")),
+        "overrides": ["finetune.expert_ranks=2"],
+        "urls": [(server.job.name, server.job.url) for server in servers],
+        "out": str(out),
+    }
+    run_ranks(job, tmp_path, ranks=4)
+    check_served(servers, out)
+    of_experts = [name for name in servers[0].live if ".experts." in name]
+    assert len(of_experts) == 2 * 8 * 3
+    given = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(4)]
+    assert sum(given) == 2 * Layout(tuple(spec_of(*item) for item in servers[0].live.items())).num_bytes
+
+
 @pytest.mark.parametrize(("dtype", "delta"), [("bfloat16", "true"), ("float32", "false")])
 def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     start_model_server: Any, tmp_path: Path, dtype: str, delta: str
@@ -211,13 +231,13 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     assert max(sizes) - min(sizes) <= 2 * STRIPE_UNIT
 
 
-def run_ranks(job: dict[str, Any], folder: Path) -> None:
-    port, ranks = free_port(), []
-    for rank in range(2):
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+def run_ranks(job: dict[str, Any], folder: Path, ranks: int = 2) -> None:
+    port, processes = free_port(), []
+    for rank in range(ranks):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
         with (folder / f"rank{rank}.log").open("w") as log:
-            ranks.append(
+            processes.append(
                 subprocess.Popen(
                     [sys.executable, str(ROOT / "tests" / "ranks" / "stripes_rank.py"), json.dumps(job)],
                     env=os.environ | {name: str(value) for name, value in env.items()} | {"PIPELINERL_SECRET": SECRET},
@@ -226,9 +246,9 @@ def run_ranks(job: dict[str, Any], folder: Path) -> None:
                 )
             )
     try:
-        codes = [process.wait(240) for process in ranks]
+        codes = [process.wait(240) for process in processes]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.wait()
-    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
+    assert codes == [0] * ranks, "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(ranks))

@@ -197,5 +197,12 @@ class FinetuneSection(Section):
         "copies, and only gradients cross from copy to copy, e.g. from node to node (HSDP). Null = all ranks share one",
         may_change=True,
     )
+    expert_ranks: PositiveInt | None = key(
+        None,
+        "fsdp2: ranks that divide the experts of each layer among them, a divisor of the experts and of the ranks that "
+        "share a copy, e.g. the GPUs of a node. Tokens travel to their experts (expert parallelism). Null = every rank "
+        "gathers all experts of a layer",
+        may_change=True,
+    )
     lora: LoraSection
     rl: RLSection

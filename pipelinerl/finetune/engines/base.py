@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.engine import EngineTraits
 from pipelinerl.config.sections import Config, FinetuneSection
@@ -145,13 +146,14 @@ class Engine(ABC):
 
 
 def parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: matrices decay, vectors (norms, biases) do not."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """AdamW groups: matrices decay, vectors (norms, biases) do not.
+
+    The parameters of a group are sharded over one mesh of ranks, because fused kernels take no others together.
+    """
+    groups: dict[tuple[bool, Any], list[Tensor]] = {}
+    for parameter in sorted((p for p in policy.parameters() if p.requires_grad), key=lambda p: p.ndim < 2):
+        groups.setdefault((parameter.ndim >= 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [{"params": each, "weight_decay": weight_decay if decays else 0.0} for (decays, _), each in groups.items()]
 
 
 def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
@@ -164,8 +166,9 @@ def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
 
 
 def supports_fused(groups: list[dict]) -> bool:
-    """Whether the fused kernel takes these parameters: it takes plain float tensors only."""
-    return all(type(p.data) is Tensor and p.is_floating_point() for group in groups for p in group["params"])
+    """Whether the fused kernel takes these parameters: floats, in plain tensors or shards of FSDP2."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(type(p.data) in (Tensor, DTensor) and p.is_floating_point() for p in parameters)
 
 
 def create_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:

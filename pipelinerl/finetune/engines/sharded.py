@@ -5,10 +5,12 @@ group, embedding and head are another. Gradients are reduce-scattered in the las
 with `finetune.shard_gradients`, which never holds the whole gradient.
 
 With `finetune.shard_ranks` (HSDP) the ranks are a mesh of copies × shards. Neighbours share a copy. Every copy has the
-same shards, and gradients are summed over both dimensions.
+same shards, and gradients are summed over both dimensions. With `finetune.expert_ranks` the experts of a mixture have a
+mesh of their own, [copies ×] shards × experts: neighbours own different experts, and shard them over the others.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -23,6 +25,7 @@ from pipelinerl.config.engine import TRAITS
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.engines.experts import ExpertGroup, divide_experts, make_expert_group
 from pipelinerl.finetune.engines.optimizers import state_tensors
 from pipelinerl.finetune.engines.stepping import SteppingEngine
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty
@@ -46,6 +49,7 @@ class ShardedEngine(SteppingEngine):
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.shards_gradients = finetune.shard_gradients
         self.mesh = make_mesh(device, self.world_size, finetune.shard_ranks)
+        self.experts = make_expert_group(self.mesh, finetune.expert_ranks)
         self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
         if empty:
             _make_shards(self.policy, device)
@@ -53,12 +57,22 @@ class ShardedEngine(SteppingEngine):
         check_states(self.optimizer, finetune.optimizer.name)
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
-        """Shard the policy. Its inputs are not cast, because the constants of the loss are float32."""
+        """Shard the policy. Its inputs are not cast, because the constants of the loss are float32.
+
+        Gradients are summed over ranks, where FSDP would average them.
+        """
+        if self.experts is not None:
+            for experts in divide_experts(self.policy.lm, self.experts):
+                fully_shard(experts, mesh=self.experts.sharing, mp_policy=precision)
         for layer in decoder_layers(self.policy.lm):
             fully_shard(layer, mesh=self.mesh, mp_policy=precision)
         if self.policy.value_head is not None:
             fully_shard(self.policy.value_head, mesh=self.mesh)
         fully_shard(self.policy, mesh=self.mesh, mp_policy=replace(precision, cast_forward_inputs=False))
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.policy(batch, settings)
@@ -71,9 +85,15 @@ class ShardedEngine(SteppingEngine):
             cast(FSDPModule, self.policy).reshard()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """As in ``Engine``. Scales the loss by the world size, because FSDP averages over ranks and we need a sum."""
         cast(FSDPModule, self.policy).set_requires_gradient_sync(last or self.shards_gradients)
-        (loss * self.world_size).backward()
+        loss.backward()
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
+        """As in ``SteppingEngine``. The ranks that share a copy hold different shards of everything, experts too."""
+        shards = [cast(DTensor, gradient).to_local() for gradient in gradients]
+        square = torch.nn.utils.get_total_norm(shards).square()
+        dist.all_reduce(square, group=self.mesh.get_group(SHARDS))
+        return square.sqrt().item()
 
     def named_full_parameters(
         self, dtype: torch.dtype | None = None, *, trained_only: bool = False
@@ -82,15 +102,30 @@ class ShardedEngine(SteppingEngine):
 
         Gloo's all-gather allocates each tensor once more, in its own threads, whose allocators keep what was freed.
         """
-        if self.device.type != "cpu":
-            yield from super().named_full_parameters(dtype, trained_only=trained_only)
-            return
         parameters = self.trained if trained_only else self.parameters
+        shapes = dict(self.full_shapes())
+        if self.device.type != "cpu":
+            for name, gathered in super().named_full_parameters(dtype, trained_only=trained_only):
+                owners = self._owners(parameters[name])
+                yield name, gathered if owners is None else owners.gather(gathered, gathered.new_empty(shapes[name]))
+            return
         kinds = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
-        sizes = {name: parameter.numel() * kinds[name].itemsize for name, parameter in parameters.items()}
+        sizes = {name: math.prod(shapes[name]) * kinds[name].itemsize for name in parameters}
         memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
         for name, parameter in parameters.items():
-            yield name, _gather(parameter.detach(), memory[: sizes[name]].view(kinds[name]), self.mesh)
+            full = memory[: sizes[name]].view(kinds[name]).view(shapes[name])
+            owners = self._owners(parameter)
+            if owners is None:
+                yield name, _gather(parameter.detach(), full, self.mesh)
+            else:
+                yield name, owners.gather(_gather(parameter.detach(), owners.own(full), owners.sharing), full)
+
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        named = ((name, parameter, self._owners(parameter)) for name, parameter in self.parameters.items())
+        return [
+            (name, tuple(parameter.shape) if owners is None else owners.whole_shape(parameter.shape))
+            for name, parameter, owners in named
+        ]
 
     def own_pieces(self) -> dict[str, Piece]:
         """As in ``Engine``. Ranks of several copies divide each shard that they have in common."""
@@ -105,7 +140,14 @@ class ShardedEngine(SteppingEngine):
         if not tensor.to_local().numel():
             return None
         [chunk] = tensor.__create_chunk_list__()
-        return Piece(tensor.to_local().view(-1), chunk.offsets[0] * (tensor.numel() // len(tensor)), tensor.numel())
+        rows = Piece(tensor.to_local().view(-1), chunk.offsets[0] * (tensor.numel() // len(tensor)), tensor.numel())
+        owners = self._owners(tensor)
+        return rows if owners is None else owners.piece_of_whole(rows)
+
+    def _owners(self, tensor: Tensor) -> ExpertGroup | None:
+        """The group that divides what ``tensor`` is a part of: experts, their gradients or states. Else None."""
+        is_part = self.experts is not None and cast(DTensor, tensor).device_mesh == self.experts.sharing
+        return self.experts if is_part else None
 
 
 def check_states(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -140,15 +182,15 @@ def make_mesh(device: torch.device, world_size: int, shard_ranks: int | None) ->
     return init_device_mesh(device.type, (world_size // sharing, sharing), mesh_dim_names=(COPIES, SHARDS))
 
 
-def _gather(parameter: DTensor, flat: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Fill ``flat`` with all shards' rows of ``parameter``, cast to its dtype. Collective. Returns the full tensor."""
-    rows, group = flat.view(len(parameter), -1), mesh.get_group(SHARDS)
+def _gather(parameter: DTensor, full: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Fill ``full`` with all shards' rows of ``parameter``, cast to its dtype, and return it. Collective."""
+    rows, group = full.view(len(parameter), -1), mesh.get_group(SHARDS)
     shares = rows.split(-(-len(rows) // dist.get_world_size(group)))
     for rank, share in enumerate(shares):  # the last ranks have none if there are few rows
         if rank == dist.get_rank(group):
             share.copy_(parameter.to_local().view(share.shape))
         dist.broadcast(share, group=group, group_src=rank)
-    return flat.view(parameter.shape)
+    return full
 
 
 def _make_shards(policy: Policy, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The part that DDP and FSDP2 share: an optimizer over the policy's parameters, sharded or not."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,22 @@ class SteppingEngine(Engine):
         self.optimizer = make_optimizer(self.policy, finetune)
 
     def step(self, learning_rate: float) -> float:
-        parameters = list(self.trained.values())
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
+        norm = self.gradient_norm([p.grad for p in self.trained.values() if p.grad is not None])
         if not norm < float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradientError(f"the gradient norm is {norm}")
         if self.clipping is not None and norm > self.clipping:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clipping, torch.tensor(norm, device=self.device))
+            for group in self.optimizer.param_groups:
+                whole_norm = torch.tensor(norm, device=self.device)
+                torch.nn.utils.clip_grads_with_norm_(group["params"], self.clipping, whole_norm)
         set_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
+        """Norm of the whole gradient, over all ranks. Collective."""
+        return whole(torch.nn.utils.get_total_norm(gradients)).item()
 
     def named_full_parameters(
         self, dtype: torch.dtype | None = None, *, trained_only: bool = False

@@ -108,6 +108,21 @@ def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:
     assert checks.experts(start(*mixture, "vllm_config.vllm_kwargs.tensor-parallel-size=4")) == []
 
 
+def test_ranks_that_divide_experts_are_a_divisor_of_both() -> None:
+    """128 experts, four trainer ranks."""
+    mixture = ("model_path=Qwen/Qwen3-30B-A3B", "finetune.engine=fsdp2")
+    assert checks.experts(start(*mixture, "finetune.expert_ranks=4")) == []
+    assert checks.engine(start(*mixture, "finetune.expert_ranks=4")) == []
+    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks`", 3, "128 experts")):
+        checks.experts(start(*mixture, "finetune.expert_ranks=3"))
+    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks`", 8, "4 ranks that share")):
+        checks.engine(start(*mixture, "finetune.expert_ranks=8"))
+    with pytest.raises(ConfigError, match=says("`finetune.compile`", "`finetune.expert_ranks`")):
+        checks.engine(start(*mixture, "finetune.expert_ranks=4", "finetune.compile=true"))
+    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks`", 4, "no experts")):
+        checks.experts(start("finetune.expert_ranks=4"))
+
+
 def test_router_replay_is_refused_on_cpu_where_servers_do_not_report_experts() -> None:
     planned = start("model_path=Qwen/Qwen3-30B-A3B", "finetune.router_replay=true")
     assert checks.experts(planned) == []

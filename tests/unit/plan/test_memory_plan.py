@@ -255,6 +255,47 @@ def test_copies_of_weights_are_what_the_engine_makes_whole():
     assert engine("deepspeed", make_config(), 1).whole_weights(shape) == 0
 
 
+def test_ranks_that_divide_experts_gather_and_reduce_their_own():
+    """Per layer 384 numbers of four experts, of which a rank owns two, and 628 − 384 of the rest."""
+    shape = shape_from_config({**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4})
+    layer, divided = 628, 628 - 192
+    whole, shared = make_config(), make_config("finetune.expert_ranks=2")
+    assert engine("fsdp2", whole).whole_weights(shape) == 2 * (800 + 2 * layer)
+    assert engine("fsdp2", shared).whole_weights(shape) == 2 * (800 + 2 * divided)
+    assert engine("fsdp2", shared).reduction_bytes(shape, 1.0) == 10 * divided
+    assert engine("fsdp2", whole).gradient_bytes(shape) == 4 * 2056
+    assert engine("fsdp2", shared).gradient_bytes(shape) == 4 * (2056 - 384)
+    sharded = make_config("finetune.expert_ranks=2", "finetune.shard_gradients=true")
+    assert engine("fsdp2", sharded).gradient_bytes(shape) == 4 * 2056 // 8
+    # bfloat16 states of eight numbers, of two experts for each of ten tokens, sent and received
+    assert engine("fsdp2", shared).exchanged_bytes(shape, 10) == 2 * 2 * 10 * 2 * 8
+    assert engine("fsdp2", whole).exchanged_bytes(shape, 10) == 0
+    assert "2 ranks that are assumed to get equally many tokens" in str(engine("fsdp2", shared))
+
+
+LARGE = "finetune.gradient_checkpointing=true finetune.engine=fsdp2 finetune.shard_gradients=true"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("Qwen/Qwen3-30B-A3B", 8), ("Qwen/Qwen3-235B-A22B", 64)])
+def test_large_mixtures_fit_where_their_experts_are_divided(name, ranks):
+    """In micro-batches of 12,000 tokens on GPUs of 80 GiB, and on no half of them."""
+    cfg, shape = make_config("finetune.expert_ranks=8", *LARGE.split()), PUBLISHED_SHAPES[name]
+    assert trainer_bytes(cfg, shape, ranks) <= 80 * GIB < trainer_bytes(cfg, shape, ranks // 2)
+
+
+def test_experts_are_divided_where_that_makes_the_model_fit():
+    cfg, shape = make_config(*LARGE.split()), PUBLISHED_SHAPES["Qwen/Qwen3-235B-A22B"]
+    assert trainer_bytes(cfg, shape, 64) > 80 * GIB
+    advice = what_would_fit(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB, "finetune")
+    assert advice == f"it fits on 64 trainer GPUs with {LARGE} finetune.expert_ranks=8"
+
+
+def test_size_of_the_largest_mixture_is_the_published_one():
+    # the model card of Qwen3-235B-A22B says 235B parameters, 22B of them active
+    shape = PUBLISHED_SHAPES["Qwen/Qwen3-235B-A22B"]
+    assert (shape.parameters, shape.active_parameters) == pytest.approx((235e9, 22e9), rel=1e-2)
+
+
 def test_adapters_alone_have_gradients_and_states():
     shape = shape_from_config(TINY)
     # rank 2, per layer: q, o 2·(8 + 8), k, v 2·(8 + 4), feed-forward 3·(8 + 16)
