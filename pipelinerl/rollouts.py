@@ -5,7 +5,7 @@ From then on the list is authoritative: a domain may replace it or edit it in pl
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,6 +254,21 @@ def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
             "actor.rewards: 'texts', each its own, compared at the same step, or 'steps', increments of a return"
         )
     return rewards
+
+
+def check_named_rewards(metrics: Mapping[str, float], mode: RewardMode, names: Iterable[str]) -> None:
+    """Raises ``RecordError`` if a rollout lacks one of the rewards that ``finetune.rl.reward_weights`` names."""
+    for name in names:
+        if mode != "rollout":
+            raise RecordError(
+                f"rewards={mode!r} says what each text earns, but `finetune.rl.reward_weights` names rewards of whole "
+                "rollouts: remove one"
+            )
+        if name not in metrics:
+            raise RecordError(
+                f"`finetune.rl.reward_weights` names {name!r}, which the rollout does not report: its metrics are "
+                f"{', '.join(sorted(metrics))}; name one of them, or add the field to the domain's metrics"
+            )
 
 
 def finite(name: str, value: Any) -> float:

@@ -38,7 +38,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import RewardMode, RolloutResult
+from pipelinerl.rollouts import check_named_rewards, RewardMode, RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class RolloutRules:
     timeout_s: float
     seq_length: int
     rewards: RewardMode = "rollout"
+    named_rewards: tuple[str, ...] = ()
+    """Metrics that every training rollout reports, because they are its rewards."""
 
 
 class RolloutLimit:
@@ -238,6 +240,8 @@ class Executor:
             seq_length=self._rules.seq_length,
             rewards=self._rules.rewards,
         )
+        if not start.evaluation:
+            check_named_rewards(rollout.metrics, rollout.rewards, self._rules.named_rewards)
         if not rollout.sequences and not start.evaluation:
             detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"
             return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)

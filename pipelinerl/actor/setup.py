@@ -82,7 +82,10 @@ def context_size(cfg: Config) -> int:
 
 def rollout_rules(cfg: Config) -> RolloutRules:
     return RolloutRules(
-        timeout_s=cfg.actor.rollout_timeout_s, seq_length=cfg.finetune.seq_length, rewards=cfg.actor.rewards
+        timeout_s=cfg.actor.rollout_timeout_s,
+        seq_length=cfg.finetune.seq_length,
+        rewards=cfg.actor.rewards,
+        named_rewards=tuple(cfg.finetune.rl.reward_weights),
     )
 
 

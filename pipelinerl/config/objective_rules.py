@@ -207,6 +207,20 @@ def group_has_baseline(config: Config) -> str | None:
     )
 
 
+def named_rewards_are_compared(config: Config) -> str | None:
+    """Refuses named rewards beside what acts on the one reward of a rollout."""
+    rl = config.finetune.rl
+    if not rl.reward_weights:
+        return None
+    conflicts = {
+        "`finetune.rl.advantage` is value, whose value head learns the one reward": rl.advantage == "value",
+        f"`actor.rewards` is {config.actor.rewards}, so that every text has its own": config.actor.rewards != "rollout",
+        "`preprocess.overlong_buffer_tokens` penalises the one reward": config.preprocess.overlong_buffer_tokens > 0,
+    }
+    found = next((text for text, is_so in conflicts.items() if is_so), None)
+    return f"`finetune.rl.reward_weights` names rewards of a rollout, but {found}: remove one" if found else None
+
+
 def clip_is_idle(config: Config) -> str | None:
     if config.proximal_steps != 1 or not _changed(config, "epsilon_low", "epsilon_high"):
         return None
@@ -248,5 +262,6 @@ OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     reference_model_is_used,
     value_advantage_has_value_loss,
     group_has_baseline,
+    named_rewards_are_compared,
 )
 OBJECTIVE_HINTS: tuple[Callable[[Config], str | None], ...] = (clip_is_idle,)

@@ -54,8 +54,11 @@ ADVANTAGES: Mapping[str, str] = {
     "group_mean": "pipelinerl.preprocess.advantages.group_mean",
     "group_std": "pipelinerl.preprocess.advantages.group_std",
     "batch_std": "pipelinerl.preprocess.advantages.leave_one_out",
+    "gdpo": "pipelinerl.preprocess.advantages.group_std",
     "value": "pipelinerl.preprocess.advantages.returns",
 }
+SCALED_BY_BATCH = ("batch_std", "gdpo")
+"""Advantages that are then divided by the standard deviation of the optimizer batch."""
 
 
 TOKEN_ARGUMENTS = ("ref_logprobs", "teacher_logprobs", "entropy", "values", "segments", "rewards", "lag")

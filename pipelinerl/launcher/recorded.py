@@ -29,6 +29,7 @@ PACKED_BY = (
     "finetune.seq_packing",
     "finetune.seq_parallel",
     "finetune.rl.advantage",
+    "finetune.rl.reward_weights",
     "finetune.rl.aggregation",
 )
 """Settings that packed micro-batches depend on."""

@@ -65,7 +65,8 @@ def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any
     Args:
         returns_nK: float64 [n] or [n, K], members along the first axis.
         kind: name in the registry, or dotted name of a function ``f(returns_nK, *, …)`` that keeps the shape.
-            `batch_std` gives the leave-one-out advantage, to be scaled by `batch_std_scale`. `value` gives the return.
+            `batch_std` gives the leave-one-out advantage and `gdpo` that of `group_std`, both to be scaled by
+            `batch_std_scale`. `value` gives the return.
         kwargs: keyword arguments of your own function (`finetune.rl.advantage_kwargs`).
 
     Returns:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from pipelinerl.config.objectives import SCALED_BY_BATCH
 from pipelinerl.preprocess.advantages import batch_std_scale
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
@@ -172,7 +173,7 @@ def _rollout_segments(samples: Sequence[Sample], collation: Collation) -> list[_
     )
     weights_N = rollout_weights(collation.aggregation, members)
     scale = 1.0
-    if collation.advantage == "batch_std":
+    if collation.advantage in SCALED_BY_BATCH:
         scale = batch_std_scale(np.array([advantage for sample in samples for advantage in sample.members]))
     return [
         _Segment(

@@ -256,6 +256,7 @@ def shaping_from_config(cfg: Config) -> Shaping:
     return Shaping(
         advantage=cfg.finetune.rl.advantage,
         advantage_kwargs=cfg.finetune.rl.advantage_kwargs,
+        reward_weights=cfg.finetune.rl.reward_weights,
         step_discount=cfg.finetune.rl.step_discount,
         seq_length=cfg.finetune.seq_length,
         filter_zero_advantage_groups=cfg.preprocess.filter_zero_advantage_groups,

@@ -14,6 +14,7 @@ import numpy as np
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import group_advantages, step_returns, text_advantages
 from pipelinerl.records import BatchUnit, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.rollouts import check_named_rewards
 
 ZERO_TOLERANCE = 1e-6
 
@@ -137,6 +138,8 @@ class Shaping:
     overlong_filtering: bool = False
     overlong_buffer_tokens: int = 0
     advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Named rewards and their weights (`finetune.rl.reward_weights`). Empty: the rollout's one reward."""
     step_discount: float = 1.0
     """Discount of returns per step (`finetune.rl.step_discount`)."""
     max_tokens: int = field(default=0)
@@ -151,7 +154,8 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
     Args:
         offset: of the group in topic `actor`.
     Raises:
-        RecordError: a reward or advantage is not finite in float32, or a first token is marked as trained.
+        RecordError: a reward or advantage is not finite in float32, a named reward is missing, or a first token is
+            marked as trained.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         advantages = sequence_advantages(group.rollouts, shaping)
@@ -187,9 +191,10 @@ def refused_group(offset: int, group: RolloutGroup, unit: BatchUnit = "rollouts"
 def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
     """Advantage of each sequence of each rollout of a group, from shaped rewards."""
     kind, kwargs = shaping.advantage, shaping.advantage_kwargs
+    for rollout in rollouts:
+        check_named_rewards(rollout.metrics, rollout.rewards, shaping.reward_weights)
     if rollouts[0].rewards == "rollout":
-        rewards_n = np.array([r.reward + _penalty(r.sequences, shaping) for r in rollouts], np.float64)
-        advantages_n = group_advantages(rewards_n, kind, kwargs)
+        advantages_n = _rollout_advantages(rollouts, shaping)
         return [np.full(len(r.sequences), a) for r, a in zip(rollouts, advantages_n, strict=True)]
     rewards = [_shaped_text_rewards(rollout, shaping) for rollout in rollouts]
     if rollouts[0].rewards == "steps":
@@ -199,6 +204,19 @@ def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[n
     return [
         a[[s.turn for s in r.sequences]] if r.sequences else a[:0] for r, a in zip(rollouts, advantages, strict=True)
     ]
+
+
+def _rollout_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> np.ndarray:
+    """float64 [n]: of the one reward, or Σ weight · advantage of each named reward on its own."""
+    kind, kwargs = shaping.advantage, shaping.advantage_kwargs
+    if not shaping.reward_weights:
+        rewards_n = np.array([r.reward + _penalty(r.sequences, shaping) for r in rollouts], np.float64)
+        return group_advantages(rewards_n, kind, kwargs)
+    advantages_n = np.zeros(len(rollouts))
+    for name, weight in shaping.reward_weights.items():
+        rewards_n = np.array([rollout.metrics[name] for rollout in rollouts], np.float64)
+        advantages_n += weight * group_advantages(rewards_n, kind, kwargs)
+    return advantages_n
 
 
 def _penalty(sequences: Sequence[TrainingSequence], shaping: Shaping) -> float:

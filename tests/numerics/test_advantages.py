@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages, step_returns, text_advantages
-from pipelinerl.preprocess.collate import Members, rollout_weights
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.collate import Collation, Members, collate, rollout_weights
 from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages, soft_overlong_penalty
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 from tests.says import says
 
-KINDS = ("loo", "group_mean", "group_std", "batch_std", "value")
+KINDS = ("loo", "group_mean", "group_std", "batch_std", "gdpo", "value")
 
 
 def sequence(turn: int = 0, completion: int = 3, finish_reason: str = "stop") -> TrainingSequence:
@@ -66,7 +67,7 @@ def oracle(kind: str, rewards: list[float]) -> list[float]:
         return [float(r) for r in exact]
     if kind == "group_mean":
         return [float(r - mean) for r in exact]
-    if kind == "group_std":
+    if kind in ("group_std", "gdpo"):
         if n == 1:
             return [0.0]
         std = math.sqrt(sum((r - mean) ** 2 for r in exact) / (n - 1))
@@ -110,6 +111,60 @@ def test_batch_std_scale_normalises_from_a_deviation_of_a_millionth_on():
     """±x has the deviation x·√2 with ddof 1: 0.8e-6·√2 is above 1e-6, 0.7e-6·√2 is not."""
     assert batch_std_scale(np.array([0.8e-6, -0.8e-6])) == pytest.approx(1 / (0.8e-6 * math.sqrt(2)), rel=1e-9)
     assert batch_std_scale(np.array([0.7e-6, -0.7e-6])) == 1.0
+
+
+def reporting(attempt: int, **metrics: float) -> Rollout:
+    return msgspec.structs.replace(rollout(attempt, 9.0), metrics=metrics)
+
+
+def test_named_rewards_are_scaled_apart_by_hand():
+    """The example of docs/algorithms.md §1. `correct` has the deviation √(1/3), `style` as well, whatever its scale."""
+    members = [reporting(i, correct=c, style=s) for i, (c, s) in enumerate([(1, 0), (1, 1), (0, 0), (0, 1)])]
+    shaping = Shaping(advantage="group_std", seq_length=100, reward_weights={"correct": 1.0, "style": 0.5})
+    unit = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    found = np.concatenate(sequence_advantages(members, shaping))
+    np.testing.assert_allclose(found, [0.5 * unit, 1.5 * unit, -1.5 * unit, -0.5 * unit], rtol=1e-12)
+    assert found.round(3).tolist() == [0.433, 1.299, -1.299, -0.433]
+
+
+def test_named_rewards_of_a_linear_advantage_are_one_weighted_reward():
+    rng = np.random.default_rng(0)
+    rewards_n2 = rng.normal(size=(5, 2))
+    members = [reporting(i, a=float(a), b=float(b)) for i, (a, b) in enumerate(rewards_n2)]
+    shaping = Shaping(advantage="loo", seq_length=100, reward_weights={"a": 2.0, "b": -0.7})
+    summed = group_advantages(rewards_n2 @ [2.0, -0.7], "loo")
+    np.testing.assert_allclose(np.concatenate(sequence_advantages(members, shaping)), summed, rtol=1e-12, atol=1e-12)
+
+
+def test_gdpo_batch_of_groups_equals_a_float64_oracle():
+    """Three groups of four, three rewards, one of which is constant in one group: loops over the paper's equations."""
+    rng = np.random.default_rng(1)
+    weights = {"correct": 1.0, "short": -0.3, "style": 0.2}
+    shaping = Shaping(advantage="gdpo", seq_length=100, reward_weights=weights)
+    groups = [
+        [{n: 1.0 if (g, n) == (1, "correct") else float(rng.normal(scale=10**g)) for n in weights} for _ in range(4)]
+        for g in range(3)
+    ]
+    sums = []
+    for members in groups:
+        apart = {name: oracle("group_std", [member[name] for member in members]) for name in weights}
+        sums += [sum(weights[name] * apart[name][i] for name in weights) for i in range(4)]
+    mean = sum(sums) / 12
+    assert mean == pytest.approx(0, abs=1e-12)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in sums) / 11)
+    samples = []
+    for g, members in enumerate(groups):
+        samples += prepare_group(g, group(*(reporting(i, **m) for i, m in enumerate(members))), shaping)
+    batch = OptimizerBatch(step=0, samples=tuple(samples), next_source=(3, 0))
+    ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=100, advantage="gdpo"))
+    np.testing.assert_allclose(mb.advantages[2::5], [a / deviation for a in sums], rtol=1e-6)
+
+
+def test_named_reward_that_a_rollout_lacks_is_refused_by_name():
+    shaping = Shaping(seq_length=100, reward_weights={"correct": 1.0, "style": 1.0})
+    members = group(reporting(0, correct=1.0, style=1.0), reporting(1, correct=1.0))
+    with pytest.raises(RecordError, match=says("style", "correct")):
+        prepare_group(0, members, shaping)
 
 
 REWARDS = [np.array([1.0, 2.0]), np.array([0.0, 1.0, 3.0]), np.array([2.0])]

@@ -18,6 +18,11 @@ class RLSection(Section):
     policy_loss_kwargs: dict[str, Any] = key({}, "keyword arguments of a loss of yours")
     advantage: str = key("loo", f"{names(ADVANTAGES)} (§1)")
     advantage_kwargs: dict[str, Any] = key({}, "keyword arguments of an advantage of yours")
+    reward_weights: dict[str, float] = key(
+        {},
+        "several rewards: metrics of the domain that are rewards, with their weights, e.g. `{correct: 1, style: 0.2}`. "
+        "The advantage of each is taken on its own, and the weighted sum is trained (§1). Empty = the one `reward`",
+    )
     step_discount: float = key(1.0, "factor per step in returns of rollouts with `rewards=steps` (§1)", gt=0, le=1)
     aggregation: Literal["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"] = key(
         "sum_over_batch", "§4"

@@ -63,6 +63,7 @@ async def run() -> AsyncIterator[Run]:
             function: Callable, *servers: FakeServer, attempts: int = 4, problem: dict | None = None, **changes: Any
         ) -> GroupFinished:
             rules = {"timeout_s": changes.pop("rollout_timeout_s", 10.0), "seq_length": changes.pop("seq_length", 1000)}
+            rules["named_rewards"] = changes.pop("named_rewards", ())
             limits = {"timeout_s": changes.pop("request_timeout_s", 10.0), "max_completions": 64}
             limits |= {"max_retries": changes.pop("max_request_retries", 2)}
             parameters = changes.pop("parameters", {"max_tokens": 8})
@@ -111,6 +112,13 @@ async def test_rollout_names_its_server_and_the_probes_that_it_had_missed_before
     for function, missed in ((missed_after, 0), (missed_before, 1)):
         for rollout in (await run(function, server, attempts=2)).rollouts:
             assert (rollout.servers, rollout.probes_missed) == (("0",), (missed,))
+
+
+async def test_rollout_without_a_named_reward_is_an_error_of_the_domain(run: Run, server: FakeServer) -> None:
+    assert len((await run(plain, server, named_rewards=("reward", "success"))).rollouts) == 4
+    finished = await run(plain, server, named_rewards=("success", "style"))
+    assert {failure.reason for failure in finished.failures} == {"domain_error"}
+    assert all("'style'" in failure.detail for failure in finished.failures)
 
 
 async def test_equal_requests_of_a_group_travel_as_one(run: Run, server: FakeServer) -> None:

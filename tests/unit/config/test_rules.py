@@ -53,6 +53,7 @@ REFUSED = {
     "reference_model_is_used": {"reference_model_path": "other"},
     "sft_has_conversations": {"stage": "sft"},
     "group_has_baseline": {"attempts": 1},
+    "named_rewards_are_compared": {"finetune__rl__reward_weights": {"style": 1.0}, "actor__rewards": "texts"},
     "lag_allows_updates": {"max_lag_steps": 0, "finetune__weight_update_interval": 2},
     "one_engine": {"use_fsdp": True},
     "engine_runs_with_settings": {"deepspeed_config": "nope"},

@@ -97,6 +97,18 @@ async def test_trial_wrong_return_is_certain() -> None:
     assert re.search(says("float", "pipelinerl.rollouts.RolloutResult"), str(await failure_of(number)))
 
 
+async def test_trial_named_reward_that_the_domain_does_not_report_is_certain() -> None:
+    def cfg(names: list[str], rewards: str = "rollout") -> Any:
+        weights = dict.fromkeys(names, 1.0)
+        return OmegaConf.merge(CFG, {"actor": {"rewards": rewards}, "finetune": {"rl": {"reward_weights": weights}}})
+
+    await try_rollouts(cfg(["success", "no_answer"]), generate_rollout, PROBLEMS)
+    for given, words in ((cfg(["style"]), ("'style'", "no_answer", "success")), (cfg(["success"], "texts"), ("texts",))):
+        with pytest.raises(TrialFailure, match=says("finetune.rl.reward_weights", *words)) as refused:
+            await try_rollouts(given, generate_rollout, PROBLEMS)
+        assert refused.value.certain
+
+
 async def test_trial_slow_rollout_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
