@@ -67,7 +67,8 @@ def started_kinds(config: Config) -> tuple[str, ...] | None:
     mode, existing = config.debug.mode, config.debug.existing_llms
     if mode is None:
         return ("redis", "preprocessor", "finetune") if config.stage == "sft" else None
-    return ("redis", *(kind for kind in STARTED[mode] if not (existing and kind == "actor_llm")))
+    judges = ("preprocessor_llm",) if mode in WITH_ROLLOUTS and judges_are_served(config) else ()
+    return ("redis", *judges, *(kind for kind in STARTED[mode] if not (existing and kind == "actor_llm")))
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
@@ -75,7 +76,15 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     mode = config.debug.mode
     if mode is None:
         return SUPERVISED if config.stage == "sft" else {}
-    return {**FIXED[mode], **(without_devices(config) if config.debug.existing_llms else {})}
+    fixed = {**FIXED[mode], **(without_devices(config) if config.debug.existing_llms else {})}
+    if mode in WITH_ROLLOUTS and judges_are_served(config):
+        fixed.pop("world.preprocessor_fraction", None)  # they judge there, too
+    return fixed
+
+
+def judges_are_served(config: Config) -> bool:
+    """Whether servers of the run serve a judge."""
+    return any(judge.url is None for judge in config.judges)
 
 
 def without_devices(config: Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pipelinerl.config.engine import TRAITS, engine_of
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len, scoring_models, server_options
+from pipelinerl.config.servers import max_model_len, server_options, side_models
 from pipelinerl.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
@@ -34,6 +34,10 @@ DISTORTING: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
 }
 """Sampling parameters that make the sampled distribution another one than the trained one, and their neutral values."""
+
+
+CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "max_tokens")
+"""Keys of a judge that asks for an opinion."""
 
 
 def check_rules(config: Config) -> None:
@@ -294,7 +298,30 @@ def store_is_reached_by_all(config: Config) -> str | None:
     return None
 
 
+def judges_can_judge(config: Config) -> str | None:
+    """Refuses judges of one name, without a server, with keys of the other kind, or whose opinions are all alike."""
+    names = [judge.name for judge in config.judges]
+    for judge in config.judges:
+        entry = f"`judges` entry {judge.name!r}"
+        if names.count(judge.name) > 1:
+            return f"{entry} is there {names.count(judge.name)} times: give every judge a name of its own"
+        if judge.url is None and config.world.preprocessor_fraction == 0:
+            return f"{entry} has no `url`, and `world.preprocessor_fraction` is 0: set one of them"
+        if judge.votes > 1 and judge.temperature == 0:
+            return (
+                f"{entry} has votes={judge.votes} and temperature=0: all opinions would be the same; raise the second"
+            )
+        if judge.template is not None and not all(place in judge.template for place in ("{question}", "{answer}")):
+            return f"{entry} has a template without {{question}} or {{answer}}: add both places"
+        fields = type(judge).model_fields
+        changed = [k for k in CHAT_KEYS if getattr(judge, k) != fields[k].get_default(call_default_factory=True)]
+        if judge.kind == "reward" and changed:
+            return f"{entry} has {', '.join(changed)}, which only kind=chat reads: remove it"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    judges_can_judge,
     deltas_in_store_are_said,
     store_is_reached_by_all,
     tls_files_are_complete,
@@ -324,10 +351,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def reference_without_kl(config: Config) -> str | None:
-    if config.world.preprocessor_fraction > 0 and not scoring_models(config):
+    if config.world.preprocessor_fraction > 0 and not side_models(config):
         return (
             "world.preprocessor_fraction gives devices to a reference server that nothing uses: kl_coef and "
-            "final_kl_coef are 0, and there are no teachers"
+            "final_kl_coef are 0, and there are no teachers or judges"
         )
     return None
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipelinerl.config.objectives import token_arguments
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.errors import ConfigError
 
 EXPERT_PARALLEL = "enable-expert-parallel"
@@ -22,6 +22,8 @@ class ScoringModel:
     """How many most likely tokens of every place it scores, too."""
     domains: tuple[str, ...] | None = None
     """Domains whose samples it scores. None: all."""
+    hint: bool = False
+    """Whether it reads the problem's hint behind the prompt."""
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ def needs_reference(config: Config) -> bool:
 
 
 def scoring_models(config: Config) -> tuple[ScoringModel, ...]:
-    """The reference model, if it is needed, and the teachers. They take turns in the servers of `preprocessor_llm`."""
+    """The reference model, if it is needed, and the teachers."""
     reference = ScoringModel(path=config.reference_model_path or config.model_path, column="ref_logprobs")
     teachers = [
         ScoringModel(
@@ -46,16 +48,37 @@ def scoring_models(config: Config) -> tuple[ScoringModel, ...]:
             column="teacher_logprobs",
             num_top=config.finetune.rl.teacher_top_k,
             domains=None if teacher.domains is None else tuple(teacher.domains),
+            hint=teacher.hint,
         )
         for teacher in config.teachers
     ]
     return (*([reference] if needs_reference(config) else []), *teachers)
 
 
-def served_model(config: Config, kind: str, number: int) -> str:
-    """Path of the model of server ``number`` of its kind. Without a scoring model it is the policy's."""
-    models = scoring_models(config) if kind.startswith("preprocessor_llm") else ()
-    return models[number % len(models)].path if models else config.model_path
+def sees_hint(config: Config, domain: str) -> bool:
+    """Whether the teacher of a domain reads its problems' hints."""
+    return any(model.hint and model.scores(domain) for model in scoring_models(config))
+
+
+SideModel = ScoringModel | JudgeSection
+
+
+def side_models(config: Config) -> tuple[SideModel, ...]:
+    """The models that take turns in the servers of `preprocessor_llm`: those that score, then judges without a URL."""
+    return (*scoring_models(config), *(judge for judge in config.judges if judge.url is None))
+
+
+def side_model(config: Config, kind: str, number: int) -> SideModel | None:
+    """The model of server ``number`` of its kind. None: it serves the policy's."""
+    models = side_models(config) if kind.startswith("preprocessor_llm") else ()
+    return models[number % len(models)] if models else None
+
+
+def served_path(config: Config, model: SideModel | None) -> str:
+    """Path of the model that a server serves."""
+    if model is None:
+        return config.model_path
+    return model.path if isinstance(model, ScoringModel) else model.model_path
 
 
 def sends_adapter(config: Config) -> bool:

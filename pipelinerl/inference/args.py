@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
-from pipelinerl.config.sections import Config, LoraSection
+from pipelinerl.config.sections import Config, JudgeSection, LoraSection
 from pipelinerl.config.servers import (
     FIRST_ROLLOUTS,
+    SideModel,
     devices_per_node,
     devices_per_server,
     sends_adapter,
-    served_model,
+    served_path,
     server_options,
+    side_model,
 )
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
@@ -128,7 +130,7 @@ def first_rollouts(cfg: Config, ranks: int, gpu_bytes: int) -> int | None:
 
 def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "model": served_model(cfg, job.kind, _server_number(job)),
+        "model": served_path(cfg, side := _side_model(cfg, job)),
         "served-model-name": SERVED_NAMES[job.kind],
         "host": listen_address(job.hostname) or world.bind_host,
         "port": job.port,
@@ -153,6 +155,8 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
             settings["enable-return-routed-experts"] = True
     else:
         settings["worker-extension-cls"] = SCORE_EXTENSION
+        if isinstance(side, JudgeSection) and side.kind == "reward":
+            settings |= {"runner": "pooling", "convert": "classify"}
         if cfg.finetune.rl.teacher_top_k:
             settings["max-logprobs"] = cfg.finetune.rl.teacher_top_k
     if world.accelerator == "cpu":
@@ -175,6 +179,17 @@ def _adapter_settings(lora: LoraSection) -> dict[str, Any]:
             "finetune.lora.send=merged"
         )
     return {"enable-lora": True, "max-loras": 1, "max-lora-rank": rank}
+
+
+def score_temperature(cfg: Config, job: Job) -> float | None:
+    """Temperature at which a server scores, or at which a judge's requests begin. None: it is a policy server."""
+    if job.kind == "actor_llm":
+        return None
+    return 1.0 if isinstance(_side_model(cfg, job), JudgeSection) else cfg.finetune.rl.temperature
+
+
+def _side_model(cfg: Config, job: Job) -> SideModel | None:
+    return side_model(cfg, job.kind, _server_number(job))
 
 
 def _server_number(job: Job) -> int:
@@ -204,11 +219,7 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
 
     vLLM would otherwise measure the free memory while the trainer is still loading, and take the trainer's memory.
     """
-    shape = (
-        find_model_shape(served_model(cfg, job.kind, _server_number(job)))
-        if world.share_devices and gpu_bytes
-        else None
-    )
+    shape = find_model_shape(served_path(cfg, _side_model(cfg, job))) if world.share_devices and gpu_bytes else None
     cache = kv_cache_bytes(cfg, shape, job.kind, job.num_ranks, gpu_bytes) if shape else 0
     return {"kv-cache-memory-bytes": cache} if cache else {}
 

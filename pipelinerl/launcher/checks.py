@@ -326,6 +326,7 @@ def model(start: Start) -> list[str]:
         preflight.check_context(start.config)
         preflight.check_architecture(start.config)
     preflight.check_scoring_models(start.config)
+    preflight.check_judges(start.config)
     return []
 
 

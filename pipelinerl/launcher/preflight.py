@@ -179,6 +179,13 @@ def check_scoring_models(config: Config) -> None:
         check_same_vocabulary(config.model_path, here, trust_remote_code=config.trust_remote_code)
 
 
+def check_judges(config: Config) -> None:
+    """Refuse a judge with servers in the run that is no model."""
+    for judge in config.judges:
+        if judge.url is None:
+            check_model(judge.model_path, "judges.model_path")
+
+
 def check_model(model_path: str, key: str = "model_path") -> None:
     """Refuse a path that is no model folder, no name in the local cache, and no name that the hub knows."""
     path = Path(model_path).expanduser()

@@ -13,9 +13,10 @@ from pipelinerl.config.servers import (
     EXPERT_PARALLEL,
     MOST_ROLLOUTS,
     max_model_len,
-    scoring_models,
     sends_adapter,
+    served_path,
     server_options,
+    side_models,
 )
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.training_memory import (
@@ -88,7 +89,7 @@ def memory_plan(
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
-            served = shape if kind == "actor_llm" else _largest_scoring_model(cfg, shape)
+            served = shape if kind == "actor_llm" else _largest_side_model(cfg, shape)
             plan = server_plan(cfg, served, kind, servers[0].num_ranks, len(servers), gpu_bytes)
             if kind == "actor_llm":
                 on_node = max(
@@ -100,9 +101,9 @@ def memory_plan(
     return tuple(plans)
 
 
-def _largest_scoring_model(cfg: Config, policy: ModelShape) -> ModelShape:
-    """Of the reference and the teachers. One whose shape is not known counts as the policy's."""
-    shapes = [find_model_shape(model.path) or policy for model in scoring_models(cfg)]
+def _largest_side_model(cfg: Config, policy: ModelShape) -> ModelShape:
+    """Of the reference, the teachers and the judges. One whose shape is not known counts as the policy's."""
+    shapes = [find_model_shape(served_path(cfg, model)) or policy for model in side_models(cfg)]
     return max(shapes, key=lambda shape: shape.parameters, default=policy)
 
 

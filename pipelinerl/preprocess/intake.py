@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import ScoringModel, scoring_models
+from pipelinerl.config.servers import ScoringModel, scoring_models, side_models
 from pipelinerl.errors import RecordError
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.status import CurrentWait
@@ -160,7 +160,7 @@ class Intake:
         self._groups = open_groups(ctx, source, order)
         self._pending: deque[_Pending] = deque()
         self._models = scoring_models(ctx.cfg)
-        self._scorers = [make_scorer(ctx, self._models, model) for model in self._models]
+        self._scorers = [make_scorer(ctx, model) for model in self._models]
         self._wait = CurrentWait(ctx.status)
         self.is_exhausted = False
         """Whether the last read found no more groups and none is pending."""
@@ -239,8 +239,9 @@ def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupRead
     )
 
 
-def make_scorer(ctx: RoleContext, models: Sequence[ScoringModel], model: ScoringModel) -> ReferenceScorer:
-    """Make the scorer on the servers of one of the run's ``models``."""
+def make_scorer(ctx: RoleContext, model: ScoringModel) -> ReferenceScorer:
+    """Make the scorer on the servers of one of the run's models."""
+    models = side_models(ctx.cfg)
     check_placed(servers_of(ctx.world.servers_of(ctx.job), models, model), model)
     view, replica = ctx.server_view, ctx.job.replica_idx
     return ReferenceScorer(

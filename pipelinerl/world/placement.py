@@ -11,7 +11,7 @@ import msgspec
 
 from pipelinerl.config.environment_servers import EnvironmentServer, count_replicas, environment_servers
 from pipelinerl.config.sections import Config, WorldSection
-from pipelinerl.config.servers import devices_per_node, devices_per_server, scoring_models
+from pipelinerl.config.servers import devices_per_node, devices_per_server, side_models
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
 
@@ -29,7 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_llm: int = 1
     seq_parallel: int = 1
     redis: bool = False
-    scoring_models: int = 1
+    side_models: int = 1
     """Models that the servers of kind `preprocessor_llm` have to serve."""
 
 
@@ -75,7 +75,7 @@ def request_from_config(cfg: Config) -> Request:
         gpus_per_llm=1 if elsewhere else devices_per_server(cfg),
         seq_parallel=1 if elsewhere else cfg.finetune.seq_parallel,
         redis=cfg.streams.backend == "redis" and not cfg.streams.external,
-        scoring_models=max(len(scoring_models(cfg)), 1),
+        side_models=max(len(side_models(cfg)), 1),
     )
 
 
@@ -120,9 +120,9 @@ def split_devices(request: Request, cluster: Cluster) -> Split:
     actors = max(total * world.actor_fraction // (parts * size), 1)
     references = total * world.preprocessor_fraction // (parts * size)
     if world.preprocessor_fraction:
-        references = max(references, request.scoring_models)
+        references = max(references, request.side_models)
     if actors + references > capacity:
-        references = references and max(capacity * references // (actors + references), request.scoring_models)
+        references = references and max(capacity * references // (actors + references), request.side_models)
         actors = capacity - references
     _check_servers(request, cluster, actors, references)
     return Split(actor_llms=actors, preprocessor_llms=references)
@@ -146,11 +146,12 @@ def _check_servers(request: Request, cluster: Cluster, actors: int, references: 
                 f"world.{key}_fraction={getattr(world, f'{key}_fraction')} gives {servers}: lower the first or raise "
                 "the second"
             )
-    if 0 < references < world.replicas * request.scoring_models:
+    if 0 < references < world.replicas * request.side_models:
         raise WorldError(
-            f"{numbers}: {request.scoring_models} models (the reference and `teachers`) need a server each for every "
-            f"one of world.replicas={world.replicas}, but world.preprocessor_fraction={world.preprocessor_fraction} "
-            f"gives {references}: raise it, or lower the replicas"
+            f"{numbers}: {request.side_models} models (the reference, `teachers` and `judges`) need a server each for "
+            f"every one of world.replicas={world.replicas}, but "
+            f"world.preprocessor_fraction={world.preprocessor_fraction} gives {references}: raise it, or lower the "
+            "replicas"
         )
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pipelinerl.config.keys import REQUIRED, Section, key
+from pipelinerl.config.keys import REQUIRED, Section, entry_key, key
 from pipelinerl.config.objectives import POLICY_LOSSES
 from pipelinerl.config.sections.machines import (
     ArchiveSection,
@@ -57,12 +57,55 @@ class SFTSection(Section):
     )
 
 
+class JudgeSection(Section):
+    """Who judges answers where no program can: a language model that says how good one is, or a reward model.
+    [guides/judge.md](guides/judge.md) shows both."""
+
+    name: str = key(REQUIRED, "name by which a domain asks for it, and of its metric")
+    model_path: str = key(
+        REQUIRED, "Hugging Face name or local folder of its model. With `url`, the name that the model has there"
+    )
+    url: str | None = entry_key(
+        None,
+        "address of an OpenAI-compatible API, as its clients take it (`https://api.openai.com/v1`). It gets "
+        "`OPENAI_API_KEY` from the environment. Null = a server of the run, with a share of those of "
+        "`world.preprocessor_fraction`",
+    )
+    kind: Literal["chat", "reward"] = entry_key(
+        "chat",
+        "`chat`: a model that reads the rubric and says a score. `reward`: a model for sequence classification with "
+        "one label, whose number is the score",
+    )
+    rubric: str = entry_key("Judge whether the answer is right and complete.", "chat: what counts")
+    template: str | None = entry_key(
+        None, "chat: what is asked, with the places `{question}`, `{reference}`, `{answer}`. Null = the built-in one"
+    )
+    levels: PositiveInt = entry_key(1, "chat: the best score. The verdict is the score divided by this")
+    votes: PositiveInt = entry_key(1, "chat: opinions about each answer")
+    vote: Literal["mean", "majority"] = entry_key(
+        "mean", "chat: what several opinions give. Of equally frequent ones the majority is the lowest"
+    )
+    temperature: NonNegativeFloat = entry_key(0.0, "chat: of its sampling")
+    max_tokens: PositiveInt = entry_key(1024, "chat: longest opinion")
+    max_answer_chars: PositiveInt = entry_key(
+        20_000, "characters of an answer that it reads. A longer one is cut, and it is told so"
+    )
+    concurrency: PositiveInt = entry_key(64, "requests at a time per rollout worker", may_change=True)
+    timeout_s: PositiveFloat = entry_key(120, "longest time of one request", may_change=True)
+    max_calls: PositiveInt | None = entry_key(
+        None, "requests of one rollout worker, after which the run ends. Null = no limit", may_change=True
+    )
+
+
 class TeacherSection(Section):
     """A model whose log-probs of the sampled tokens are given to the loss. It has servers of its own."""
 
     model_path: str = key(REQUIRED, "Hugging Face name or local folder. Its tokenizer must be the policy's")
-    domains: list[str] | None = key(
-        None, "names of the domains that it teaches. Null = all", default_factory=lambda: None
+    domains: list[str] | None = entry_key(None, "names of the domains that it teaches. Null = all")
+    hint: bool = entry_key(
+        False,
+        "it reads the problem's text `hint` behind the prompt, and the policy does not. With the policy's own "
+        "`model_path` this is self-distillation",
     )
 
 
@@ -122,6 +165,9 @@ class Config(Section):
         [],
         "models whose log-probs of the sampled tokens the loss sees ([objectives.md](objectives.md#teachers)). Each "
         "has a share of the servers of `world.preprocessor_fraction`",
+    )
+    judges: list[JudgeSection] = key(
+        [], "models that judge answers for the domains that ask them ([guides/judge.md](guides/judge.md))"
     )
     stage: Literal["rl", "sft"] = key(
         "rl",

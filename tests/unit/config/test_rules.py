@@ -48,6 +48,7 @@ REFUSED = {
     "temperature_is_one_value": {"finetune__rl__temperature": 0.7},
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
+    "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
     "reference_model_is_used": {"reference_model_path": "other"},

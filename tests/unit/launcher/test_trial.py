@@ -103,7 +103,10 @@ async def test_trial_named_reward_that_the_domain_does_not_report_is_certain() -
         return OmegaConf.merge(CFG, {"actor": {"rewards": rewards}, "finetune": {"rl": {"reward_weights": weights}}})
 
     await try_rollouts(cfg(["success", "no_answer"]), generate_rollout, PROBLEMS)
-    for given, words in ((cfg(["style"]), ("'style'", "no_answer", "success")), (cfg(["success"], "texts"), ("texts",))):
+    for given, words in (
+        (cfg(["style"]), ("'style'", "no_answer", "success")),
+        (cfg(["success"], "texts"), ("texts",)),
+    ):
         with pytest.raises(TrialFailure, match=says("finetune.rl.reward_weights", *words)) as refused:
             await try_rollouts(given, generate_rollout, PROBLEMS)
         assert refused.value.certain

@@ -84,12 +84,12 @@ def test_reference_servers_come_after_policy_servers():
 
 def test_every_scoring_model_has_a_server_whatever_the_share():
     request = make_request(actor_fraction=5, preprocessor_fraction=1, finetune_fraction=2)
-    placed = layout(place(msgspec.structs.replace(request, scoring_models=2), make_cluster(8)))
+    placed = layout(place(msgspec.structs.replace(request, side_models=2), make_cluster(8)))
     assert [name for name in placed if "preprocessor" in name] == ["preprocessor_llm_0", "preprocessor_llm_1"]
     assert placed["finetune_0"] == (0, (7,))
     crowded = make_request(replicas=2, actor_fraction=3, preprocessor_fraction=4, finetune_fraction=1)
     with pytest.raises(WorldError, match=says(3, "models", "world.replicas=2")):
-        place(msgspec.structs.replace(crowded, scoring_models=3), make_cluster(8))
+        place(msgspec.structs.replace(crowded, side_models=3), make_cluster(8))
 
 
 def test_share_is_rounded_down_to_whole_servers_and_the_trainer_takes_the_rest():

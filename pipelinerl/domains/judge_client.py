@@ -1,0 +1,317 @@
+"""Asks the judges of the configuration (`judges`): a language model for an opinion, or a reward model for a number.
+
+A judge is a server of the run or any URL with OpenAI's API. The same question, answer and reference get the same
+verdict: it is kept, and equal questions under way wait for one. A judge that is unreachable, late, or says anything but
+a verdict raises ``VerifierError``: the attempt is repeated and counted, and there is never a reward for it.
+"""
+
+import asyncio
+import functools
+import hashlib
+import math
+import os
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.load import parse_container
+from pipelinerl.config.sections import JudgeSection
+from pipelinerl.config.servers import side_models
+from pipelinerl.domains.columns import Messages
+from pipelinerl.domains.judge_prompt import (
+    Opinion,
+    as_text,
+    judge_messages,
+    opinion_schema,
+    read_opinion,
+    without_control_tokens,
+)
+from pipelinerl.errors import DomainError, VerifierError
+from pipelinerl.records.verdicts import Verdict
+
+CHAT_PATH = "/v1/chat/completions"
+SERVED_NAME = "reference"
+"""Name of the model of every server of the run beside the policy's."""
+KEY_VARIABLE = "OPENAI_API_KEY"
+WORTH_REPEATING = (408, 429)
+"""Statuses below 500 that may be better next time."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
+DEFAULT_PATIENCE_S = 30.0
+MAX_KEPT = 100_000
+"""Verdicts that a client keeps, the newest."""
+TRIES = 2
+"""A vote that is no verdict is asked for once more."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _ChatAnswer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Class(msgspec.Struct):
+    probs: list[float]
+
+
+class _Classes(msgspec.Struct):
+    data: list[_Class]
+
+
+_chat_answer, _classes = msgspec.json.Decoder(_ChatAnswer), msgspec.json.Decoder(_Classes)
+
+
+class JudgeClient:
+    """A client of one judge. ``judge_of`` makes one per process.
+
+    Args:
+        judge: its part of the configuration.
+        urls: base URLs of its servers.
+        key: bearer token of requests. Empty: none.
+        patience_s: how long a request is repeated after a failure. A server of the run may still be starting.
+        run_secret: key of the marks around answers. None: one of this process.
+
+    Example:
+        >>> # verdict = await judge_of(cfg, "helpful").check(session, "Why is the sky blue?", answer)
+    """
+
+    def __init__(
+        self,
+        judge: JudgeSection,
+        urls: Sequence[str],
+        *,
+        key: str = "",
+        patience_s: float = DEFAULT_PATIENCE_S,
+        run_secret: bytes | None = None,
+    ):
+        self._judge, self._patience_s = judge, patience_s
+        self._secret = run_secret or secrets.token_bytes(32)
+        self._load = dict.fromkeys((address_of(judge.kind, url) for url in urls), 0)
+        """Unanswered requests per address, least recently asked first."""
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._slots = asyncio.Semaphore(judge.concurrency)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._takes_schema = True
+        self.num_calls = 0
+        """Votes and numbers asked for so far."""
+
+    async def check(
+        self, session: aiohttp.ClientSession, question: str | Messages, answer: str, reference: str = ""
+    ) -> Verdict:
+        """Asks for the verdict on one answer.
+
+        Args:
+            session: HTTP session of the rollout.
+            question: what was answered, a text or messages. It is trusted: what the policy said in earlier turns
+                belongs into ``answer``.
+            answer: the model's output.
+            reference: a right answer or criteria, if the problem has them.
+        Returns:
+            ``score`` is the judge's over its best one, or the reward model's number. ``correct``: it is the best.
+        Raises:
+            VerifierError: no verdict could be had.
+            DomainError: ``max_calls`` are spent.
+        """
+        answer = answer.encode("utf-8", "backslashreplace").decode()
+        name = hashlib.sha256(msgspec.msgpack.encode((question, answer, reference))).digest()
+        if name in self._verdicts:
+            self._verdicts.move_to_end(name)
+            return self._verdicts[name]
+        if name not in self._under_way:
+            task = asyncio.ensure_future(self._verdict(session, question, answer, reference))
+            self._under_way[name] = task
+            task.add_done_callback(functools.partial(self._keep, name))
+        return await asyncio.shield(self._under_way[name])
+
+    def _keep(self, name: bytes, task: asyncio.Task[Verdict]) -> None:
+        del self._under_way[name]
+        if not task.cancelled() and task.exception() is None:
+            self._verdicts[name] = task.result()
+            if len(self._verdicts) > MAX_KEPT:
+                self._verdicts.popitem(last=False)
+
+    async def _verdict(
+        self, session: aiohttp.ClientSession, question: str | Messages, answer: str, reference: str
+    ) -> Verdict:
+        if self._judge.kind == "reward":
+            return _verdict(await self._number(session, question, answer), best=math.inf)
+        messages = judge_messages(
+            as_text(question),
+            answer,
+            reference,
+            rubric=self._judge.rubric,
+            template=self._judge.template,
+            levels=self._judge.levels,
+            max_chars=self._judge.max_answer_chars,
+            secret=self._secret,
+        )
+        opinions = await asyncio.gather(*(self._vote(session, messages) for _ in range(self._judge.votes)))
+        score = agreed([opinion.score for opinion in opinions], by_majority=self._judge.vote == "majority")
+        return _verdict(score / self._judge.levels, best=1.0, detail=opinions[0].reason)
+
+    async def _vote(self, session: aiohttp.ClientSession, messages: Messages) -> Opinion:
+        judge = self._judge
+        request: dict[str, Any] = {
+            "model": judge.model_path if judge.url else SERVED_NAME,
+            "messages": messages,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+        }
+        said = ""
+        for _ in range(TRIES):
+            answer = await self._ask(session, request, opinion_schema(judge.levels))
+            try:
+                (choice,) = _chat_answer.decode(answer).choices
+                said = f"{choice.message.content} (finish_reason {choice.finish_reason})"
+                if choice.finish_reason == "stop":
+                    return read_opinion(choice.message.content or "", judge.levels)
+            except (msgspec.DecodeError, ValueError) as error:
+                said = f"{said or answer[:300].decode(errors='replace')}: {error}"
+        raise VerifierError(f"judge {judge.name} said no verdict in {TRIES} tries, the last time: {said[:500]}")
+
+    async def _number(self, session: aiohttp.ClientSession, question: str | Messages, answer: str) -> float:
+        """The one logit of a reward model, without its activation."""
+        asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        text = without_control_tokens(answer[: self._judge.max_answer_chars])
+        request = {
+            "model": self._judge.model_path if self._judge.url else SERVED_NAME,
+            "messages": [*asked, {"role": "assistant", "content": text}],
+            "use_activation": False,
+        }
+        found = await self._ask(session, request)
+        try:
+            ((number,),) = [one.probs for one in _classes.decode(found).data]
+        except (msgspec.DecodeError, ValueError) as error:
+            said = found[:300].decode(errors="replace")
+            raise VerifierError(f"judge {self._judge.name} said no single number: {said}: {error}") from error
+        if not math.isfinite(number):
+            raise VerifierError(f"judge {self._judge.name} said {number}")
+        return number
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, request: dict[str, Any], schema: dict[str, Any] | None = None
+    ) -> bytes:
+        """Counts and sends one request. A server that takes it only without the schema is then asked without it."""
+        if self._judge.max_calls is not None and self.num_calls >= self._judge.max_calls:
+            raise DomainError(
+                f"judge {self._judge.name}: this worker has asked {self.num_calls} times, as often as "
+                "`judges.max_calls` allows"
+            )
+        self.num_calls += 1
+        async with self._slots:
+            if schema is not None and self._takes_schema:
+                try:
+                    return await self._send(session, request | {"response_format": schema})
+                except _RefusedError:
+                    answer = await self._send(session, request)
+                    self._takes_schema = False
+                    return answer
+            return await self._send(session, request)
+
+    async def _send(self, session: aiohttp.ClientSession, request: dict[str, Any]) -> bytes:
+        """Asks the least loaded server, and after a failure the next, until one answers or the patience has passed."""
+        body = msgspec.json.encode(request)
+        deadline, delay = time.monotonic() + self._patience_s, FIRST_DELAY_S
+        timeout = aiohttp.ClientTimeout(total=self._judge.timeout_s)
+        while True:
+            url = min(self._load, key=self._load.__getitem__)
+            self._load[url] = self._load.pop(url) + 1
+            failure: Exception
+            try:
+                async with session.post(url, data=body, headers=self._headers, timeout=timeout) as answer:
+                    content = await answer.read()
+                if answer.status == 200:
+                    return content
+                said = f"{url} answered {answer.status}: {content[:300].decode(errors='replace')}"
+                failure = VerifierError(said)
+                if answer.status < 500 and answer.status not in WORTH_REPEATING:
+                    raise _RefusedError(f"judge {self._judge.name}: {said}")
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                failure = error
+            finally:
+                self._load[url] -= 1
+            if time.monotonic() + delay > deadline:
+                raise VerifierError(
+                    f"judge {self._judge.name} did not answer within {self._patience_s:.0f} s: "
+                    f"{type(failure).__name__}: {failure}"
+                ) from failure
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_DELAY_S)
+
+
+class _RefusedError(VerifierError):
+    """The server does not take this request."""
+
+
+def address_of(kind: str, url: str) -> str:
+    """Where a judge is asked: `url` is what OpenAI's clients take, such as https://api.openai.com/v1."""
+    base = url.rstrip("/")
+    if kind == "reward":
+        return base.removesuffix("/v1") + "/classify"
+    return base + (CHAT_PATH if not urlsplit(base).path else CHAT_PATH.removeprefix("/v1"))
+
+
+def agreed(scores: Sequence[int], *, by_majority: bool) -> float:
+    """The mean of the votes, or the most frequent one. Of several that are equally frequent it is the lowest."""
+    if not by_majority:
+        return sum(scores) / len(scores)
+    counts = Counter(scores)
+    return min(counts, key=lambda score: (-counts[score], score))
+
+
+def _verdict(score: float, *, best: float, detail: str = "") -> Verdict:
+    return Verdict(status="correct" if score >= best else "wrong", score=score, detail=detail)
+
+
+_clients: dict[tuple[str, ...], JudgeClient] = {}
+
+
+def judge_of(cfg: DictConfig, name: str) -> JudgeClient:
+    """Returns the client of a judge of the configuration. There is one per process.
+
+    Raises:
+        DomainError: `judges` has none of this name, or it has no server.
+    """
+    found = [judge for judge in cfg.get("judges") or () if judge["name"] == name]
+    if not found:
+        names = [str(judge["name"]) for judge in cfg.get("judges") or ()]
+        raise DomainError(f"`judges` has no judge {name!r}: it has {names}")
+    judge = JudgeSection.model_validate(OmegaConf.to_container(found[0], resolve=True))
+    urls = (judge.url,) if judge.url else _servers_of(cfg, judge)
+    if (name, *urls) not in _clients:
+        patience_s = OmegaConf.select(cfg, "launcher.startup_timeout_s") or DEFAULT_PATIENCE_S
+        secret = os.environ.get(SECRET_VARIABLE, "")
+        key = os.environ.get(KEY_VARIABLE, "") if judge.url else secret
+        _clients[name, *urls] = JudgeClient(
+            judge, urls, key=key, patience_s=float(patience_s), run_secret=secret.encode() or None
+        )
+    return _clients[name, *urls]
+
+
+def _servers_of(cfg: DictConfig, judge: JudgeSection) -> tuple[str, ...]:
+    container = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(container, dict)
+    models = side_models(parse_container({str(name): value for name, value in container.items() if name != "jobs"}))
+    urls = tuple(
+        str(job["url"])
+        for job in cfg.get("jobs") or ()
+        if job["kind"] == "preprocessor_llm" and models[job["replica_idx"] % len(models)] == judge
+    )
+    if not urls:
+        raise DomainError(f"judge {judge.name} has no server in this run: raise world.preprocessor_fraction")
+    return urls

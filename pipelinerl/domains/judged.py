@@ -1,0 +1,88 @@
+"""Questions whose answers no program can judge: the judges of the configuration do (docs/guides/judge.md).
+
+Each judge's score is a metric of its name, which `finetune.rl.reward_weights` may name as a reward.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ConfigDict
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.columns import ANSWERS, answer_of, found_column, question_of
+from pipelinerl.domains.datasets import Problem, rows_of
+from pipelinerl.domains.judge_client import judge_of
+from pipelinerl.domains.single_turn import conversation
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+required_problem_keys = ("task",)
+
+
+class JudgedMetrics(BaseMetrics):
+    """With a score for every judge, by its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def load_problems(
+    dataset_names: list[str], columns: dict[str, str] | None = None, judges: list[str] | None = None
+) -> list[Problem]:
+    """Loads problems ``{"dataset", "task", "answer", "judges"}``.
+
+    Args:
+        dataset_names: see ``pipelinerl.domains.datasets``.
+        columns: field → column. ``answer`` is what the judges get as reference. Without such a column there is none.
+        judges: names of the judges of these problems. None: all of the configuration.
+    """
+    given = columns or {}
+    problems: list[Problem] = []
+    for name in dataset_names:
+        for index, row in enumerate(rows_of(name, True)):
+            has_answer = "answer" in given or found_column(row, None, ANSWERS) is not None
+            problem = {
+                "dataset": name,
+                "task": question_of(row, given.get("task"), name, index),
+                "answer": answer_of(row, given.get("answer"), name, index) if has_answer else "",
+            }
+            problems.append(problem | ({"judges": judges} if judges else {}))
+    return problems
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Samples one answer and awaits the verdict of every judge. The reward is the weighted sum of their scores.
+
+    A judge that `finetune.rl.reward_weights` does not name has no weight there. If it is empty, all have the weight 1.
+    """
+    names = [str(name) for name in problem.get("judges") or [judge["name"] for judge in cfg.get("judges") or ()]]
+    if not names:
+        raise DomainError("`judges` is empty: the domain `judged` needs at least one")
+    clients = [judge_of(cfg, name) for name in names]
+    started = time.monotonic()
+    call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, problem["task"])), session)
+    answer = call.output.content or ""
+    verdicts = await asyncio.gather(
+        *(client.check(session, problem["task"], answer, problem.get("answer") or "") for client in clients)
+    )
+    weights = OmegaConf.select(cfg, "finetune.rl.reward_weights") or dict.fromkeys(names, 1.0)
+    scores = {name: verdict.score for name, verdict in zip(names, verdicts, strict=True)}
+    metrics = JudgedMetrics(
+        reward=sum(float(weights.get(name, 0.0)) * score for name, score in scores.items()),
+        success=all(verdict.status == "correct" for verdict in verdicts),
+        no_error=True,
+        no_answer=not answer.strip(),
+        **scores,
+    )
+    text = make_training_text(llm, call)
+    return RolloutResult(
+        training_texts=[text],
+        metrics=metrics,
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )
