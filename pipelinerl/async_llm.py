@@ -83,7 +83,9 @@ async def llm_async_generate(
     _refuse_constraint(prompt)
     renderer = renderer_of(llm.tokenizer)
     history = history_of(prompt.messages) if llm.state.turns is not None else ()
-    rendered, prefix_version = _prompt_tokens(renderer, llm, prompt, history)
+    rendered, continued = _prompt_tokens(renderer, llm, prompt, history)
+    prefix_version = continued.prefix_version if continued else None
+    hinted_ids = _hinted_ids(renderer, llm, prompt, rendered, continued)
     request = GenerateRequest(
         token_ids=rendered.token_ids,
         images=rendered.images,
@@ -104,6 +106,8 @@ async def llm_async_generate(
             state.fail(error)
         raise
     state.add_prompt_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
+    if hinted_ids is not None:
+        tokens = replace(tokens, hinted_ids=hinted_ids)
     texts = await _texts(renderer, tokens)
     return _to_call(llm, prompt, history, rendered.text, tokens, texts, index, prefix_version)
 
@@ -307,8 +311,8 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
 
 def _prompt_tokens(
     renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, history: History
-) -> tuple[Rendered, int | None]:
-    """Returns the prompt, and the weight version of the first token of the conversation that it continues."""
+) -> tuple[Rendered, Turn | None]:
+    """Returns the prompt, and the turn of the rollout that it continues."""
     if prompt.token_ids:
         if images_of(prompt.messages):
             raise DomainError(
@@ -320,10 +324,34 @@ def _prompt_tokens(
     turns = llm.state.turns or ()
     extended = extend(renderer, turns, prompt.messages, history, prompt.tools, llm.chat_template_kwargs)
     llm.state.num_forks += is_fork(turns, prompt.messages, history, extended[1] if extended else None)
-    if extended is not None:
-        rendered, turn = extended
-        return rendered, turn.prefix_version
-    return renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None
+    return extended or (renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None)
+
+
+def _hinted_ids(
+    renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, rendered: Rendered, continued: Turn | None
+) -> np.ndarray | None:
+    """Returns the prompt as a teacher reads it that sees the problem's hint, int32 [H]. None: no teacher does."""
+    if llm.state.hint is None:
+        return None
+    if prompt.token_ids or rendered.images:
+        raise DomainError("a teacher sees the problem's hint (`teachers.hint`), which needs prompts of text messages")
+    if continued is not None and continued.hinted_ids is not None:
+        return np.concatenate((continued.hinted_ids, rendered.token_ids[len(continued.prompt_ids) :]))
+    messages = with_hint(prompt.messages, llm.state.hint)
+    return renderer.render(messages, prompt.tools, llm.chat_template_kwargs).token_ids
+
+
+def with_hint(messages: list[dict], hint: str) -> list[dict]:
+    """Returns messages whose last one of the user ends with the hint."""
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    if not users:
+        raise DomainError("a teacher sees the problem's hint (`teachers.hint`), but the prompt has no user's message")
+    asked = dict(messages[users[-1]])
+    content = asked.get("content") or ""
+    asked["content"] = (
+        [*content, {"type": "text", "text": hint}] if isinstance(content, list) else f"{content}\n\n{hint}"
+    )
+    return [*messages[: users[-1]], asked, *messages[users[-1] + 1 :]]
 
 
 def _refuse_constraint(prompt: Prompt) -> None:
@@ -362,6 +390,7 @@ def _to_call(
                 end_text,
                 prefix_version,
                 NO_SPANS if tokens.image_spans is None else tokens.image_spans,
+                tokens.hinted_ids,
             )
         )
     call = LLMCall(

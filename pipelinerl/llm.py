@@ -262,6 +262,8 @@ class RolloutState:
     """What ``TrainableLLM.agenerate`` calls, ``async_llm.llm_async_generate``. None: that method is refused."""
     name: str = ""
     """The rollout in the actor. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
+    hint: str | None = None
+    """A text of the problem that a teacher sees behind the user's last message, and the policy does not."""
     num_calls: int = 0
     num_forks: int = 0
     """Prompts that left sampled tokens of their conversation behind (``chat.is_fork``)."""

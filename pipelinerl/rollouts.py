@@ -41,6 +41,9 @@ class CallTokens:
     image_spans: np.ndarray | None = None
     """int32 [I, 2]: (start, end exclusive) of the prompt tokens that stand for each image. None without images."""
 
+    hinted_ids: np.ndarray | None = None
+    """int32 [H]: the prompt as a teacher reads it that sees the problem's hint. None: no teacher does."""
+
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [P + C]"""
@@ -257,7 +260,15 @@ def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
 
 
 def check_named_rewards(metrics: Mapping[str, float], mode: RewardMode, names: Iterable[str]) -> None:
-    """Raises ``RecordError`` if a rollout lacks one of the rewards that ``finetune.rl.reward_weights`` names."""
+    """Checks that a rollout reports every reward that ``finetune.rl.reward_weights`` names.
+
+    Args:
+        metrics: what it reports.
+        mode: what the rewards of its texts are.
+        names: of the rewards.
+    Raises:
+        RecordError: one is missing, or the texts have rewards of their own.
+    """
     for name in names:
         if mode != "rollout":
             raise RecordError(

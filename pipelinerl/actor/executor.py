@@ -38,7 +38,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import check_named_rewards, RewardMode, RolloutResult
+from pipelinerl.rollouts import RewardMode, RolloutResult, check_named_rewards
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class RolloutRules:
     rewards: RewardMode = "rollout"
     named_rewards: tuple[str, ...] = ()
     """Metrics that every training rollout reports, because they are its rewards."""
+    hinted: frozenset[int] = frozenset()
+    """Indices of the domains whose teacher sees the problem's `hint`."""
 
 
 class RolloutLimit:
@@ -192,6 +194,7 @@ class Executor:
         trace = f"{start.group_id}/{attempt}"
         try:
             async with asyncio.timeout(None) as deadline:
+                llm.state.hint = self._hint(start)
                 with RolloutLimit(deadline, self._rules.timeout_s, partial(transport.answer_of, llm.state.name)):
                     result = await function(self._cfg, llm, start.problem, self._client.session)
             if llm.state.failure is not None:
@@ -212,6 +215,16 @@ class Executor:
             detail = failures.describe_failure(cause, function_name(function), start.problem)
             spans.record("rollout", trace, began, failed=reason)
             return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
+
+    def _hint(self, start: StartGroup) -> str | None:
+        if start.evaluation or start.domain not in self._rules.hinted:
+            return None
+        hint = start.problem.get("hint")
+        if not isinstance(hint, str):
+            raise DomainError(
+                f"`teachers.hint` is true, but the problem has no text `hint`: its keys are {[*start.problem]}"
+            )
+        return hint
 
     def _llm(self, start: StartGroup, attempt: int, transport: Transport, server_url: str) -> TrainableLLM:
         """Makes the language model of one attempt."""

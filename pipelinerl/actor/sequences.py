@@ -40,6 +40,8 @@ class _Piece:
     images: tuple[bytes, ...] = ()
     image_spans: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     """int32 [I, 2]: (start, end exclusive) of the tokens of each image."""
+    hinted_prompt: np.ndarray | None = None
+    """int32 [H]: with the problem's hint, in the place of the tokens before the first trained one."""
 
 
 def to_rollout(
@@ -136,7 +138,21 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
         finish_reason=_finish_reason(text),
         turn=turn,
         routed_experts=_routed_experts(text, token_ids),
+        hinted_prompt=_hinted_prompt(text, token_ids, positions, turn),
     )
+
+
+def _hinted_prompt(text: TrainingText, token_ids: np.ndarray, positions: np.ndarray, turn: int) -> np.ndarray | None:
+    """Returns the hinted prompt, and the sampled tokens before the first trained one."""
+    tokens = text.call_tokens
+    if tokens is None or tokens.hinted_ids is None or not len(positions):
+        return None
+    if not np.array_equal(tokens.token_ids, token_ids):
+        raise RecordError(
+            f"training_texts[{turn}].input_ids differ from the call's, and a teacher sees the problem's hint "
+            "(`teachers.hint`): leave them"
+        )
+    return np.concatenate((tokens.hinted_ids, token_ids[len(tokens.prompt_ids) : positions[0]]))
 
 
 def _routed_experts(text: TrainingText, token_ids: np.ndarray) -> np.ndarray | None:
@@ -236,6 +252,7 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         images=piece.images,
         image_spans=piece.image_spans,
         routed_experts=_joined_routing(earlier.routed_experts, piece.routed_experts),
+        hinted_prompt=earlier.hinted_prompt,
     )
 
 
@@ -257,6 +274,7 @@ def _to_sequence(piece: _Piece, images: tuple[bytes, ...]) -> TrainingSequence:
         turn=piece.turn,
         routed_experts=piece.routed_experts,
         images=np.column_stack((indices, piece.image_spans)) if piece.images else None,
+        hinted_prompt=piece.hinted_prompt,
     )
 
 

@@ -10,7 +10,7 @@ from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
-from pipelinerl.config.servers import max_model_len, most_rollouts
+from pipelinerl.config.servers import max_model_len, most_rollouts, sees_hint
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import ConfigError
@@ -86,6 +86,7 @@ def rollout_rules(cfg: Config) -> RolloutRules:
         seq_length=cfg.finetune.seq_length,
         rewards=cfg.actor.rewards,
         named_rewards=tuple(cfg.finetune.rl.reward_weights),
+        hinted=frozenset(i for i, domain in enumerate(domains_of(cfg)) if sees_hint(cfg, domain.section.name)),
     )
 
 

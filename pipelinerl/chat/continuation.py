@@ -49,6 +49,8 @@ class Turn:
     """Weight version of the first token sampled in this conversation. None if the server reports none."""
     image_spans: np.ndarray = field(default_factory=NO_SPANS.copy)
     """int32 [I, 2]: (start, end exclusive) of the tokens of each image in the prompt."""
+    hinted_ids: np.ndarray | None = None
+    """int32 [H]: the prompt as a teacher reads it that sees the problem's hint. None: no teacher does."""
 
 
 def history_of(messages: Sequence[dict]) -> History:

@@ -28,6 +28,7 @@ from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
+from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.domains.rewards import with_both_spellings
@@ -236,6 +237,10 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         for dotted in dict.fromkeys((section.rollout_policy, section.dataset_loader)):
             warnings += self_imports(dotted)
         domain.check_keys(rollout, train + test)
+        if sees_hint(cfg, section.name) and not all(isinstance(problem.get("hint"), str) for problem in train):
+            raise DomainError(
+                f"`teachers.hint` is true, but a training problem of {section.dataset_loader} has no text `hint`"
+            )
         try:
             asyncio.run(try_rollouts(with_both_spellings(OmegaConf.create(container)), rollout, train))
         except TrialFailure as failure:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.servers import ScoringModel
+from pipelinerl.config.servers import ScoringModel, SideModel
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, SCORES, Sample
 from pipelinerl.records import TrainingSequence
@@ -54,7 +55,7 @@ def check_placed(servers: Sequence[Job], model: ScoringModel = REFERENCE) -> Non
         )
 
 
-def servers_of(jobs: Iterable[Job], models: Sequence[ScoringModel], model: ScoringModel) -> list[Job]:
+def servers_of(jobs: Iterable[Job], models: Sequence[SideModel], model: ScoringModel) -> list[Job]:
     """The servers of one of the run's ``models``, which take turns in the numbers of servers."""
     return [job for job in jobs if models[job.replica_idx % len(models)] == model]
 
@@ -96,6 +97,24 @@ def trained_scores(scores: Scores, sequence: TrainingSequence, model: ScoringMod
         columns["teacher_top_ids"] = trained_values(scores.top_ids_TJ, sequence)
         columns["teacher_top_logprobs"] = trained_values(scores.top_logprobs_TJ, sequence)
     return columns
+
+
+def as_hinted(sequence: TrainingSequence) -> TrainingSequence:
+    """The sequence as a teacher reads it that sees the problem's hint: the same trained tokens behind another prompt.
+
+    Raises:
+        RecordError: its actor gave it no such prompt.
+    """
+    if sequence.hinted_prompt is None:
+        raise RecordError("a teacher sees hints, but a sequence has no hinted_prompt: its actor knew of no hint")
+    first = int(sequence.spans[0, 0])
+    shift = np.array([len(sequence.hinted_prompt) - first] * 2 + [0], dtype=np.int32)
+    return msgspec.structs.replace(
+        sequence,
+        token_ids=np.concatenate((sequence.hinted_prompt, sequence.token_ids[first:])),
+        spans=sequence.spans + shift,
+        routed_experts=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +227,7 @@ class ReferenceScorer:
         model = self._model
         good = {id(sample) for sample in samples if sample.drop_reason is None and model.scores(sample.domain)}
         asked = [
-            Asked(each.sample_id, sequence, each.images)
+            Asked(each.sample_id, as_hinted(sequence) if model.hint else sequence, each.images)
             for each in samples
             if id(each) in good
             for _, sequence in each.sequences

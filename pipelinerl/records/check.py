@@ -123,6 +123,11 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int, ser
         raise RecordError(f"{where}: {_outside_vocabulary(sequence.token_ids, bad, vocab_size)}")
     num_trained = _count_trained(sequence.spans, num_tokens, where)
     _check_routing(sequence.routed_experts, num_tokens - 1, where)
+    hinted = sequence.hinted_prompt
+    if hinted is not None:
+        _check_shape(hinted, "hinted_prompt", "i", (len(hinted),), where)
+        if not len(hinted) or hinted.min() < 0 or hinted.max() >= vocab_size:
+            raise RecordError(f"{where}: hinted_prompt is empty or has an id outside the vocabulary of {vocab_size}")
     if len(sequence.logprobs) != num_trained:
         raise RecordError(f"{where}: {len(sequence.logprobs)} log-probs for {num_trained} trained tokens")
     if not np.isfinite(sequence.logprobs).all():

@@ -42,6 +42,9 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     images: np.ndarray | None = None
     """int32 [I, 3]: (index in the rollout's ``images``, start, end exclusive) of the tokens that stand for each image,
     ascending, disjoint. None: there are none."""
+    hinted_prompt: np.ndarray | None = None
+    """int32 [H]: what a teacher that sees the problem's hint reads in the place of all tokens before the first trained
+    one. None: no teacher does."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
