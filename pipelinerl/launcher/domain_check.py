@@ -34,7 +34,7 @@ from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import check_named_rewards, check_result, numeric_metrics
+from pipelinerl.rollouts import RewardMode, check_named_rewards, check_result, numeric_metrics
 from pipelinerl.testing import FakeLLM
 
 ROLLOUT_TIMEOUT_S = 3.0
@@ -91,7 +91,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
             failures.append((problem, error))
             return
         try:
-            mode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
+            mode: RewardMode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
             checked = check_result(result, mode)
             names = OmegaConf.select(cfg, "finetune.rl.reward_weights") or ()
             check_named_rewards(numeric_metrics(checked), checked.rewards or mode, names)
