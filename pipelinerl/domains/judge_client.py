@@ -51,17 +51,17 @@ TRIES = 2
 """A vote that is no verdict is asked for once more."""
 
 
-class _Message(msgspec.Struct):
+class _JudgeMessage(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
+class _JudgeChoice(msgspec.Struct):
+    message: _JudgeMessage
     finish_reason: str | None = None
 
 
-class _ChatAnswer(msgspec.Struct):
-    choices: list[_Choice]
+class _JudgeAnswer(msgspec.Struct):
+    choices: list[_JudgeChoice]
 
 
 class _Class(msgspec.Struct):
@@ -72,7 +72,7 @@ class _Classes(msgspec.Struct):
     data: list[_Class]
 
 
-_chat_answer, _classes = msgspec.json.Decoder(_ChatAnswer), msgspec.json.Decoder(_Classes)
+_chat_answer, _classes = msgspec.json.Decoder(_JudgeAnswer), msgspec.json.Decoder(_Classes)
 
 
 class JudgeClient:
