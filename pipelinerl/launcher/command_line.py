@@ -177,13 +177,14 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
 
     from pipelinerl.config.load import is_free_form, suggestion
     from pipelinerl.config.renames import rename_of
+    from pipelinerl.launcher.vllm_options import fault_of
 
     text = str(error)
     unknown = UNKNOWN_OVERRIDE.search(text)
     if unknown:
         key = unknown.group(1)
         if is_free_form(key) and not rename_of(key):
-            return f"`{key}` is not in the configuration yet: add it with +{key}=…"
+            return fault_of(key) or f"`{key}` is not in the configuration yet: add it with +{key}=…"
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if isinstance(error, OverrideParseException):
         return explain_override(error.override)

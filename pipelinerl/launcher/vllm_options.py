@@ -22,21 +22,30 @@ CERTAIN = ("max-model-len", "dtype", "response-role")
 """Options of both. Where one is not found, the source is another than the one that is known here."""
 
 
+PREFIX = "vllm_config.vllm_kwargs."
+
+
 def check_options(config: Config) -> None:
     """Refuse an option that vLLM does not have. Its own parser would, when a server has imported everything.
 
     Raises:
         ConfigError: with the nearest name.
     """
-    known = option_names()
-    for key in server_options(config) if known else ():
-        name = key.partition(".")[0].rstrip("+")  # `x.y` and `x+` set a part of x
-        if name not in known:
-            near = nearest_key(name, sorted(known))
-            raise ConfigError(
-                f"`vllm_config.vllm_kwargs.{key}` is no option of vLLM {installed_version('vllm')}"
-                + (f"; did you mean `{near}`?" if near else "; `vllm serve --help=all` lists them")
-            )
+    for name in server_options(config):
+        if (fault := fault_of(PREFIX + name)) is not None:
+            raise ConfigError(fault)
+
+
+def fault_of(key: str) -> str | None:
+    """What is wrong with a key of the configuration that names an option of vLLM. None: nothing, or it names none."""
+    known = option_names() if key.startswith(PREFIX) else frozenset()
+    name = key.removeprefix(PREFIX).partition(".")[0].rstrip("+").replace("_", "-")  # `x.y`, `x+` set a part of x
+    if not known or name in known or name.removeprefix("no-") in known:
+        return None
+    near = nearest_key(name, sorted(known))
+    return f"`{key}` is no option of vLLM {installed_version('vllm')}" + (
+        f"; did you mean `{near}`?" if near else "; `vllm serve --help=all` lists them"
+    )
 
 
 def option_names() -> frozenset[str]:

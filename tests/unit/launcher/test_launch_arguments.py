@@ -50,5 +50,14 @@ def test_explain_unknown_override_in_one_line(key: str, told: str) -> None:
     assert explain_refusal(error) == told
 
 
+def test_explain_misspelt_option_of_vllm_names_the_nearest_one_before_the_missing_plus() -> None:
+    def told(option: str) -> str:
+        return explain_refusal(ConfigCompositionException(f"Could not override 'vllm_config.vllm_kwargs.{option}'."))
+
+    assert told("max_modl_len").endswith("; did you mean `max-model-len`?")
+    assert told("swap_space_x").startswith("`vllm_config.vllm_kwargs.swap_space_x` is no option of vLLM")
+    assert "add it with +vllm_config.vllm_kwargs.block_size=" in told("block_size")
+
+
 def test_explain_other_errors_keep_their_words_on_one_line() -> None:
     assert explain_refusal(ConfigCompositionException("first\n  second")) == "first second"
