@@ -10,26 +10,30 @@ import asyncio
 import atexit
 import contextlib
 import json
+import math
 import multiprocessing
 import multiprocessing.util
 import os
+import random
 import secrets
 import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from omegaconf import OmegaConf
 
-from benchmarks.schedules_task import FIRST_REQUEST, build_model, question, success_of
+from benchmarks.schedules_task import FIRST_REQUEST, MAX_NUMBER, WIDTH, build_model, question, success_of
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.inspect.balance import balance_of
 from pipelinerl.launcher.commands import inherited_environment, role_command
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.world import Job, WorldMap, build_world
@@ -38,6 +42,10 @@ DEVICE_KINDS = ("actor_llm", "finetune")
 """Each has a core to itself, as each has its devices on GPUs; actor and preprocessor run where there is room."""
 SNAPSHOT_EVERY = 2
 SERVER_UP_S, RUN_S, STOP_S = 240.0, 300.0, 30.0
+ATTEMPTS = 4
+"""As in schedules.yaml."""
+BESIDE_S, PACK = 5.0, 384
+"""Seconds of a training core's work beside a server's, and tokens of each of its passes."""
 
 fork = multiprocessing.get_context("fork")
 
@@ -50,6 +58,8 @@ class Run:
     steps: int
     overrides: tuple[str, ...]
     seed: int
+    filler: int = 0
+    """Further tokens of each prompt."""
 
 
 def write_run(run: Run, model: Path, folder: Path, server: Job | None = None) -> WorldMap:
@@ -58,7 +68,7 @@ def write_run(run: Run, model: Path, folder: Path, server: Job | None = None) ->
         f"output_dir={folder}",
         f"model_path={model}",
         f"seed={run.seed}",
-        f"dataset_loader_params.lengths={run.lengths}",
+        f"dataset_loader_params={{lengths: {run.lengths}, filler: {run.filler}}}",
         f"finetune.max_train_steps={run.steps}",
         *run.overrides,
     ]
@@ -105,7 +115,7 @@ class Roles:
         deadline = time.monotonic() + timeout_s
         while self.processes[name].is_alive():
             failed = [n for n, p in self.processes.items() if p.exitcode]
-            assert not failed, f"{failed} failed, see {self.folder}/*.log"
+            assert not failed, "\n".join((self.folder / f"{one}.log").read_text()[-3000:] for one in failed)
             assert time.monotonic() < deadline, f"{name} did not end within {timeout_s} s, see {self.folder}/*.log"
             time.sleep(0.2)
         assert self.processes[name].exitcode == 0, f"{name} failed, see {self.folder}/{name}.log"
@@ -140,16 +150,16 @@ def preload() -> None:
     torch.set_num_threads(1)
 
 
-def ensure_model(folder: Path) -> Path:
+def ensure_model(folder: Path, width: int = WIDTH) -> Path:
     """The task's model, built if the folder does not exist."""
     if not folder.exists():
-        in_child(build_model, folder, 0)
+        in_child(build_model, folder, width, 0)
     return folder
 
 
 @contextlib.contextmanager
 def running_server(model: Path, folder: Path) -> Iterator[Job]:
-    """A vLLM server on the first core."""
+    """A vLLM server on the first core. Its folder's world has the trainer's job."""
     from pipelinerl.inference.__main__ import main
 
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
@@ -237,6 +247,7 @@ def measured(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     started = float((folder / FIRST_REQUEST).read_text())
     points = [point for point in read_metrics(folder, "finetune") if point["step"] <= run.steps]
     success = in_child(score, model, folder)
+    balance = balance_of(points, read_metrics(folder, "actor"))
     return {
         "step_ends_s": [round(t - started, 4) for t in timeline["times"]],
         "success": {int(step): round(value, 4) for step, value in success.items()},
@@ -247,6 +258,8 @@ def measured(run: Run, model: Path, folder: Path) -> dict[str, Any]:
         "lag_mean": round(sum(point["lag_mean"] for point in points) / len(points), 3),
         "lag_max": max(point["lag_max"] for point in points),
         "core_busy_s": timeline["busy"],
+        "trainer_waits": None if balance is None else round(balance.trainer_waits.mean, 3),
+        "slots_held": None if balance is None else round(balance.slots_held.mean, 3),
     }
 
 
@@ -258,51 +271,105 @@ def score(model: Path, folder: Path) -> dict[int, float]:
     return success_of(model, {0: load_file(model / "model.safetensors"), **snapshots}, threads=os.cpu_count() or 1)
 
 
+class Child:
+    """A function in a process of its own: this one must stay without threads."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        self._ours, theirs = fork.Pipe(duplex=False)
+        self._process = fork.Process(target=lambda: theirs.send(function(*args)))
+        self._process.start()
+        theirs.close()
+
+    def result(self) -> Any:
+        try:
+            return self._ours.recv()
+        finally:
+            self._process.join()
+
+
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's result, from a process of its own: this one must stay without threads."""
-    ours, theirs = fork.Pipe(duplex=False)
-    process = fork.Process(target=lambda: theirs.send(function(*args)))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    finally:
-        process.join()
+    return Child(function, *args).result()
+
+
+def slowdown_together(server: Job, trainer: Job, model: Path, height: int, num_tokens: int) -> dict[str, float]:
+    """How much slower each core decodes or trains while the other one works, than alone.
+
+    Two cores share caches, memory, and on some machines one core's arithmetic units. Nothing of the project runs.
+    """
+    decoding = (decoding_rates, server, model, (height,), num_tokens)
+    decode, train = in_child(*decoding, 3)[height], in_child(training_rate, trainer, model, BESIDE_S / 2)
+    beside = Child(training_rate, trainer, model, BESIDE_S)
+    both = in_child(*decoding, math.ceil(BESIDE_S * decode / (height * num_tokens)))[height]
+    return {"decode": round(decode / both, 3), "train": round(train / beside.result(), 3)}
+
+
+def training_rate(trainer: Job, model: Path, seconds: float) -> float:
+    """Forward and backward passes per second over one pack, on the trainer's core."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    os.sched_setaffinity(0, trainer.cores)
+    torch.set_num_threads(1)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids_BL = torch.arange(PACK)[None] % policy.config.vocab_size
+    passes, started = -1, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        policy(input_ids=ids_BL, labels=ids_BL).loss.backward()
+        passes += 1
+        started = time.perf_counter() if passes == 0 else started  # the first one is not counted
+    return passes / elapsed
 
 
 def decoding_rates(
-    server: Job, model: Path, heights: tuple[int, ...], num_tokens: int, repeats: int
+    server: Job, model: Path, heights: Sequence[int], num_tokens: int, repeats: int, filler: int = 0
 ) -> dict[int, float]:
-    """Tokens/s of one server with so many completions at a time, from the first request to the last answer."""
-    from transformers import AutoTokenizer
+    """Tokens/s of one server with so many completions at a time, from the first request to the last answer.
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = [{"role": "user", "content": question((1, 2, 3))}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    As in a run, every ``ATTEMPTS`` of them have a prompt in common that the server has not seen.
+    """
     os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - set(server.cores))
+    prompts = new_prompts(model, filler)
     rates = {}
     for height in heights:
-        times = [asyncio.run(generate(server.url, prompt_ids, height, num_tokens)) for _ in range(repeats + 1)][1:]
+        asked = [[next(prompts) for _ in range(-(-height // ATTEMPTS))] for _ in range(repeats + 1)]
+        times = [asyncio.run(generate(server.url, groups, height, num_tokens)) for groups in asked][1:]
         rates[height] = height * num_tokens * len(times) / sum(times)
     return rates
 
 
-async def generate(url: str, prompt_ids: list[int], height: int, num_tokens: int) -> float:
+def new_prompts(model: Path, filler: int = 0) -> Iterator[list[int]]:
+    """The tokens of prompts in a random order."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    triples = list(permutations(range(1, MAX_NUMBER + 1), 3))
+    random.Random(0).shuffle(triples)
+    for numbers in triples:
+        asked = [{"role": "user", "content": question(numbers, filler)}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        yield tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def prompt_length(model: Path) -> int:
+    """Tokens of a prompt without filler."""
+    return len(next(new_prompts(model)))
+
+
+async def generate(url: str, groups: Sequence[list[int]], height: int, num_tokens: int) -> float:
     """Seconds for ``height`` completions of ``num_tokens`` tokens, asked for as the actor asks."""
     import aiohttp
 
     sampling = {"max_tokens": num_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    body = {"model": "policy", "token_ids": prompt_ids, "sampling_params": sampling}
     async with aiohttp.ClientSession() as session:
 
-        async def one() -> None:
+        async def one(prompt: list[int]) -> None:
+            body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling}
             async with session.post(f"{url}/inference/v1/generate", json=body) as response:
                 assert response.status == 200, await response.text()
                 await response.read()
 
         started = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(height)))
+        await asyncio.gather(*(one(groups[place // ATTEMPTS]) for place in range(height)))
         return time.perf_counter() - started
 
 

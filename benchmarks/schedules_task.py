@@ -35,27 +35,31 @@ LENGTHS = {
 }
 """Tokens of a completion: three more than log-normal up to 217, or 40; the mean is 40 each time."""
 WIDTH, EXTRA_LAYERS = 1536, 2
-"""So wide that the trainer's core has as much to do per sample as the server's."""
+"""A width at which, on some machine, the trainer's core has as much to do per sample as the server's."""
+FILLER = "0"
+"""One token of the task's tokenizer."""
 
 
 def held_out(numbers: tuple[int, ...]) -> bool:
     return sum(numbers) % 5 == 0
 
 
-def question(numbers: tuple[int, ...]) -> str:
+def question(numbers: tuple[int, ...], filler: int = 0) -> str:
+    """``filler``: further tokens, which a group's attempts read once and the trainer computes for each of them."""
     first, second, third = numbers
-    return f"Which is the last of {first}, {second} and {third}?"
+    return f"Which is the last of {first}, {second} and {third}?{filler * FILLER}"
 
 
 def answer(number: int) -> str:
     return f"<answer>{number}</answer>"
 
 
-def load_problems(dataset_names: list[str], lengths: str) -> list[dict[str, Any]]:
+def load_problems(dataset_names: list[str], lengths: str, filler: int) -> list[dict[str, Any]]:
     """Every ordered triple that is not held out."""
     assert dataset_names == ["train"], "held-out success is computed from the weights, see success_of"
     triples = permutations(range(1, MAX_NUMBER + 1), 3)
-    return [{"dataset": "train", "numbers": list(n), "lengths": lengths} for n in triples if not held_out(n)]
+    known = {"dataset": "train", "lengths": lengths, "filler": filler}
+    return [known | {"numbers": list(n)} for n in triples if not held_out(n)]
 
 
 @cache
@@ -75,7 +79,9 @@ async def generate_rollout(
     note_first_request(Path(cfg.output_dir))
     length = int(LENGTHS[problem["lengths"]].sample(length_source(cfg.seed), 1)[0])
     llm.parameters = {**llm.parameters, "max_tokens": length, "ignore_eos": True}
-    call = await llm_async_generate(llm, Prompt.from_user_message(question(problem["numbers"])), session)
+    call = await llm_async_generate(
+        llm, Prompt.from_user_message(question(problem["numbers"], problem["filler"])), session
+    )
     success = (call.output.content or "").startswith(answer(problem["numbers"][-1]))
     text = make_training_text(llm, call)
     text.reward = float(success)
@@ -97,31 +103,35 @@ def conversation(rng: Random) -> list[dict[str, str]]:
     ]
 
 
-def build_model(folder: Path, seed: int) -> None:
-    """A tiny model that names one number in three at random, and computes as much per token as one of 3M parameters."""
+def build_model(folder: Path, width: int, seed: int) -> None:
+    """A tiny model that names one number in three at random, and computes as much per token as one of ``width``.
+
+    The small one is built beside it, once.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pipelinerl.tiny_model.builder import write_model
     from pipelinerl.tiny_model.recipes import ANSWER_TAGS, Recipe
 
-    small = folder.with_name(f"{folder.name}.small")
-    small.mkdir(parents=True)
-    write_model(small, Recipe(tags=ANSWER_TAGS, max_number=MAX_NUMBER, conversation=conversation), seed)
-    widened(AutoModelForCausalLM.from_pretrained(small, dtype="float32")).save_pretrained(folder)
+    small = folder.with_name("small")
+    if not small.exists():
+        small.mkdir(parents=True)
+        write_model(small, Recipe(tags=ANSWER_TAGS, max_number=MAX_NUMBER, conversation=conversation), seed)
+    widened(AutoModelForCausalLM.from_pretrained(small, dtype="float32"), width).save_pretrained(folder)
     AutoTokenizer.from_pretrained(small).save_pretrained(folder)
 
 
-def widened(model: Any) -> Any:
+def widened(model: Any, width: int) -> Any:
     """The same function with wider and more layers: what is added is multiplied by zero, and too small to disturb."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     old = model.config.to_dict()
-    layers, width = old["num_hidden_layers"], old["intermediate_size"]
+    layers, narrow = old["num_hidden_layers"], old["intermediate_size"]
     old.pop("layer_types", None)
     torch.manual_seed(0)
     wide = Qwen2ForCausalLM(
-        Qwen2Config(**{**old, "intermediate_size": WIDTH, "num_hidden_layers": layers + EXTRA_LAYERS})
+        Qwen2Config(**{**old, "intermediate_size": width, "num_hidden_layers": layers + EXTRA_LAYERS})
     )
     known = model.state_dict()
     with torch.no_grad():
@@ -134,7 +144,7 @@ def widened(model: Any) -> Any:
             if source is None:
                 continue
             if name.endswith("down_proj.weight"):
-                target[:, :width] = source
+                target[:, :narrow] = source
             else:
                 target[: source.shape[0]] = source
     return wide
