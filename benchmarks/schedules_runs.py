@@ -41,7 +41,7 @@ from pipelinerl.world import Job, WorldMap, build_world
 DEVICE_KINDS = ("actor_llm", "finetune")
 """Each has a core to itself, as each has its devices on GPUs; actor and preprocessor run where there is room."""
 SNAPSHOT_EVERY = 2
-SERVER_UP_S, RUN_S, STOP_S = 240.0, 300.0, 30.0
+SERVER_UP_S, RUN_S, STOP_S = 600.0, 1200.0, 60.0
 ATTEMPTS = 4
 """As in schedules.yaml."""
 BESIDE_S, PACK = 5.0, 384
