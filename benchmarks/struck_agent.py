@@ -76,12 +76,12 @@ def digest(call: LLMCall) -> str:
 
 
 def read_plays(run_dir: Path) -> dict[str, list[Play]]:
-    """Returns the plays of every training rollout, in their order."""
+    """Returns the plays of every training rollout, in their order. The trial before a start is none, it has no name."""
     plays: dict[str, dict[int, Play]] = defaultdict(dict)
     for path in (run_dir / FOLDER).glob("*.jsonl"):
         for line in path.read_bytes().splitlines():
             found = json.loads(line)
-            if not found["rollout"].startswith("test-"):
+            if found["rollout"] and not found["rollout"].startswith("test-"):
                 play = plays[found["rollout"]].setdefault(found["began"], Play(found["began"]))
                 play.answers.append(found["answer"])
     return {name: [found[began] for began in sorted(found)] for name, found in plays.items()}

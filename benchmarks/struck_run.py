@@ -98,15 +98,25 @@ class Outcome:
 class StruckRun:
     """A run under way, as this process sees it from outside."""
 
-    def __init__(self, run_dir: Path, overrides: Sequence[str], steps: int, timeout_s: float, *, misled: bool = False):
-        """``misled``: the run's processes follow ``clock``."""
-        self.run_dir, self.steps = run_dir, steps
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: Sequence[str],
+        steps: int,
+        timeout_s: float,
+        *,
+        batch: int = BATCH,
+        misled: bool = False,
+    ):
+        """``batch``: rollouts of a step. ``misled``: the run's processes follow ``clock``."""
+        self.run_dir, self.steps, self.batch = run_dir, steps, batch
         self.started = time.time()
         self._deadline = self.started + timeout_s
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.output_path = run_dir.parent / f"{run_dir.name}.out"
         argv = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
-        self._argv = [*argv, f"finetune.max_train_steps={steps}", *overrides]
+        sizes = (f"finetune.max_train_steps={steps}", f"finetune.gradient_accumulation_passes={batch}")
+        self._argv = [*argv, *sizes, *overrides]
         self.clock = Path(f"{run_dir}.clock")
         """Once this file exists, the clock of every Python process of the run is an hour back."""
         hooks = os.pathsep.join([str(ROOT / "tests" / "clock_hook"), os.environ.get("PYTHONPATH", "")])
@@ -279,6 +289,7 @@ def run_struck(
     overrides: Sequence[str] = (),
     *,
     steps: int = STEPS,
+    batch: int = BATCH,
     timeout_s: float = 900.0,
 ) -> Outcome:
     """Run the quickstart in ``run_dir``, make the strikes in their order, wait for its end and check everything.
@@ -287,7 +298,7 @@ def run_struck(
     """
     with own_disk(run_dir) if any(strike.job == "disk" for strike in strikes) else contextlib.nullcontext():
         misled = any(strike.job == "clock" for strike in strikes)
-        return _run_struck(StruckRun(run_dir, overrides, steps, timeout_s, misled=misled), strikes)
+        return _run_struck(StruckRun(run_dir, overrides, steps, timeout_s, batch=batch, misled=misled), strikes)
 
 
 def _run_struck(run: StruckRun, strikes: Sequence[Strike]) -> Outcome:
@@ -349,8 +360,8 @@ def check(run: StruckRun, outcome: Outcome) -> None:
     book = ledger.read_ledger(run.run_dir)
     outcome.samples = dict(sorted(book.counts().items()))
     problems += book.violations
-    if outcome.samples.get("trained") != run.steps * BATCH:
-        problems.append(f"{outcome.samples.get('trained')} samples trained instead of {run.steps * BATCH}")
+    if outcome.samples.get("trained") != run.steps * run.batch:
+        problems.append(f"{outcome.samples.get('trained')} samples trained instead of {run.steps * run.batch}")
     outcome.stall_s = longest_stall(run.run_dir, min((blow.time for blow in outcome.blows), default=0.0))
     if (run.run_dir / "summary.json").is_file():
         outcome.success = json.loads((run.run_dir / "summary.json").read_text())["success_after"]

@@ -7,6 +7,9 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,6 +24,7 @@ from pipelinerl.actor.answer_journal import FOLDER
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import RolloutGroup, TrainingDone
 from pipelinerl.testing import FakeServer
+from tests import struck_worker
 from tests.actor_run import ATTEMPTS, BATCH, TOKENIZER, Run, make_runs
 
 MOMENTS = int(os.environ.get("STRIKES", "200"))
@@ -88,6 +92,41 @@ async def test_rollouts_outlive_their_worker(make_run: Callable) -> None:
     assert list((run.run_dir / "actor_0" / FOLDER).iterdir()) == [], "nothing is left of a run that has ended"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 3 * MOMENTS)
+async def test_worker_killed_at_any_moment_costs_one_turn_of_each_rollout(tmp_path: Path) -> None:
+    """After a random number of answers and then a random time: a kill falls anywhere in a request or a write."""
+    rng, groups, kills = random.Random(3), 1, 0
+    async with FakeServer(random_answers(3), delay_s=0.002) as server:
+        command = ["-m", "tests.struck_worker", str(tmp_path), server.url]
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=PIPE, stdout=PIPE)
+        assert process.stdin
+        assert process.stdout
+        while kills < MOMENTS:
+            process.stdin.write(f"0-{groups}\n".encode())
+            worker = int(await process.stdout.readline())
+            ended = asyncio.create_task(process.stdout.readline())
+            wanted = len(server.requests) + rng.randrange(50)
+            while len(server.requests) < wanted and not ended.done():
+                await asyncio.wait([ended], timeout=0.002)
+            await asyncio.wait([ended], timeout=rng.uniform(0.0, 0.01))
+            if not ended.done():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+            status = int(await ended)
+            assert status in (0, signal.SIGKILL)
+            kills += status == signal.SIGKILL
+            groups += status == 0
+        process.stdin.close()
+        assert await process.wait() == 0
+    plays = read_plays(tmp_path)
+    assert {name: lost for name in plays if (lost := sampled_again(plays[name]))} == {}
+    sampled = sum(request["sampling_params"].get("n", 1) for request in server.requests)
+    print(f"kills={kills} groups={groups} plays={sum(map(len, plays.values()))} {sampled=}")
+    assert groups > kills / 20
+    assert sampled <= groups * struck_worker.ATTEMPTS * TURNS + kills * struck_worker.ATTEMPTS
+
+
 class ActorProcess:
     """The actor's process, as the launcher starts it."""
 
@@ -141,12 +180,23 @@ async def test_rollouts_outlive_an_actor_and_a_server_killed_at_random_moments(m
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_run_whose_launcher_actor_and_server_are_killed_samples_no_given_answer_again(tmp_path: Path) -> None:
-    rng, steps, moments = random.Random(2), 60, min(MOMENTS, 18)
-    jobs = [("launcher", "actor_0", "actor_llm_0")[i % 3] for i in range(moments)]
-    at = [2 + i * (steps - 6) // moments for i in range(moments)]
-    strikes = [Strike(job=job, step=at[i], delay_s=rng.uniform(0.0, 1.5)) for i, job in enumerate(jobs)]
-    overrides = [*AGENT, "launcher.max_restarts=100", "finetune.save_checkpoint_steps=4", "eval.at_start=false"]
-    struck = run_struck(tmp_path / "run", strikes, overrides, steps=steps, timeout_s=1700.0)
+    rng, jobs = random.Random(2), ("actor_0", "actor_llm_0", "launcher")
+    moments = max(len(jobs), MOMENTS // 20)
+    strikes = [Strike(job=jobs[i % 3], step=2 * i + 2, delay_s=rng.uniform(0.0, 2.0)) for i in range(moments)]
+    steps = 2 * moments + 4
+    overrides = [
+        *AGENT,
+        "dataset_loader_params.num_test_problems=16",
+        "eval.at_start=false",
+        "max_lag_steps=1",
+        "actor.rollout_timeout_s=1800",
+        "actor.request_timeout_s=600",
+        "finetune.save_checkpoint_steps=4",
+        "vllm_config.vllm_kwargs.max_model_len=1024",
+        "launcher.max_restarts=100",
+        "launcher.hang_timeout_s=600",
+    ]
+    struck = run_struck(tmp_path / "run", strikes, overrides, steps=steps, batch=BATCH, timeout_s=1700.0)
     assert struck.problems == [], struck.output[-4000:]
     assert struck.missed == 0
     plays = read_plays(tmp_path / "run")
