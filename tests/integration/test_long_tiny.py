@@ -64,6 +64,7 @@ def rollouts_of(folder: Path) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_answers_live_through_weight_updates_and_are_trained_exactly(tmp_path: Path):
     folder = tmp_path / "run"

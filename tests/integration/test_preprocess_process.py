@@ -93,6 +93,7 @@ def whole_steps() -> int:
     return GROUPS * ATTEMPTS // BATCH
 
 
+@pytest.mark.slow
 def test_killed_process_continues_exactly_after_its_last_published_output(tmp_path: Path, whole_steps: int):
     set_streams_backend("files")
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
