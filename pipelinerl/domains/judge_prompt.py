@@ -12,6 +12,7 @@ A verdict is read from the judge's own output alone, which must be one JSON obje
 
 import hashlib
 import hmac
+import json
 import re
 from typing import Any
 
@@ -114,16 +115,17 @@ def opinion_schema(levels: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
-_opinion = msgspec.json.Decoder(Opinion)
-
-
 def read_opinion(output: str, levels: int) -> Opinion:
     """Reads a judge's whole output. Thoughts before it end with `</think>`.
 
     Raises:
         ValueError: it is anything but one object of the form, or its score lies outside 0 … ``levels``.
     """
-    opinion = _opinion.decode(output.rpartition("</think>")[2].strip())
+    try:  # decoding by a schema lets control characters into a text, which strict JSON has escaped
+        said = json.loads(output.rpartition("</think>")[2], strict=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    opinion = msgspec.convert(said, Opinion)
     if not 0 <= opinion.score <= levels:
         raise ValueError(f"the score {opinion.score} lies outside 0 to {levels}")
     return opinion

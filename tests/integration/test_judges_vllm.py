@@ -66,7 +66,7 @@ async def test_language_model_that_knows_nothing_still_says_a_verdict(
     overrides = (
         *judges(tiny_qwen2, levels=4, max_tokens=1800),
         "vllm_config.vllm_kwargs.max_model_len=4000",
-        "+vllm_config.vllm_kwargs.structured-outputs-config={disable_any_whitespace: true}",
+        "+vllm_config.vllm_kwargs.structured-outputs-config={backend: xgrammar, disable_any_whitespace: true}",
     )
     with serving.running(tmp_path, tiny_qwen2, kind="preprocessor_llm", overrides=overrides) as server:
         monkeypatch.setenv("PIPELINERL_SECRET", server.secret)

@@ -125,6 +125,7 @@ NO_OPINIONS = (
     f"<think>{opinion(1)}",
     opinion(3),
     opinion(-1),
+    "[" * 100_000,
     '{"score": 1}',
     '{"reason": "", "score": 1.5}',
     '{"reason": "", "score": "1"}',
@@ -140,6 +141,7 @@ def test_what_is_not_one_verdict_of_the_form_is_none(output: str) -> None:
 
 
 def test_verdict_may_follow_thoughts() -> None:
+    assert read_opinion('{"reason": "a\tb", "score": 1}', 1).reason == "a\tb"
     assert read_opinion(f"<think>{opinion(0)}?</think>\n {opinion(2, 'Well done.')}\n", 2).score == 2
 
 
