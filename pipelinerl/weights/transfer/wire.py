@@ -57,9 +57,9 @@ class Connection:
         self._socket = sock
         self._is_closed = False
         self._is_encrypted = isinstance(sock, ssl.SSLSocket)
-        self._at_once, self._flags, self._nothing_yet = RECORD_BYTES, 0, TimeoutError
+        self._at_once, self._flags = (RECORD_BYTES, 0) if self._is_encrypted else (sys.maxsize, socket.MSG_WAITALL)
+        self._nothing_yet: type[OSError] = TimeoutError if self._is_encrypted else BlockingIOError
         if not self._is_encrypted:
-            self._at_once, self._flags, self._nothing_yet = sys.maxsize, socket.MSG_WAITALL, BlockingIOError
             sock.settimeout(None)  # the kernel's time-outs let a whole bucket be one call
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
