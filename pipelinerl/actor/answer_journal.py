@@ -86,16 +86,18 @@ class AttemptFile:
 
     def __init__(self, path: Path):
         self._path = path
+        content, self._is_failed = b"", False
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            content = b""
+            pass
+        except OSError as error:
+            self._fail(error)
         self.answers, self._end = _read(content)
         self._count = len(self.answers)
-        self._is_failed = False
 
     def append(self, answer: RecordedAnswer) -> None:
-        """Writes one answer behind the last. After a write that failed the file stays as it is."""
+        """Writes one answer behind the last. After an error of the disk the file stays as it is."""
         if self._is_failed:
             return
         payload = _codec.encode(answer)
@@ -108,16 +110,22 @@ class AttemptFile:
                 if file.write(frame) != len(frame):
                     raise OSError("no space is left")
         except OSError as error:
-            self._is_failed = True
-            log.warning("event=answer_not_recorded file=%s reason=%s", self._path, error)
+            self._fail(error)
             return
         self._count += 1
         self._end += len(frame)
 
     def clear(self) -> None:
         """Forgets all answers."""
-        self._path.unlink(missing_ok=True)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            self._fail(error)
         self.answers, self._end, self._count = [], 0, 0
+
+    def _fail(self, error: OSError) -> None:
+        self._is_failed = True
+        log.warning("event=answer_not_recorded file=%s reason=%s", self._path, error)
 
 
 def _read(content: bytes) -> tuple[list[RecordedAnswer], int]:
@@ -150,16 +158,22 @@ class AnswerJournal:
 
     def remove(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of attempts that no worker plays."""
-        for attempt in attempts:
-            self._path(group_id, attempt).unlink(missing_ok=True)
+        _remove(self._path(group_id, attempt) for attempt in attempts)
 
     def clear(self) -> None:
         """Forgets all answers. No worker may play an attempt."""
-        for path in self._folder.iterdir():
-            path.unlink(missing_ok=True)
+        _remove(self._folder.iterdir())
 
     def _path(self, group_id: str, attempt: int) -> Path:
         return self._folder / f"{quote(group_id, safe='')}.{attempt}"
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("event=recorded_answers_left reason=%s", error)
 
 
 class AttemptTransport:
@@ -192,7 +206,7 @@ class AttemptTransport:
         return [int(version) for found in spans if found is not None for version in found[:, 2]]
 
     def has_diverged(self, ended: bool) -> bool:
-        """Whether the attempt asked for something else than before. ``ended``: it ended by itself."""
+        """Whether the attempt asked for something else than before. ``ended``: nothing outside it ended it."""
         return self._diverged or (ended and bool(self._left))
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:

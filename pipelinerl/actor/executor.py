@@ -176,7 +176,8 @@ class Executor:
         file = await self._answers.open(start.group_id, attempt)
         recording = AttemptTransport(file, transport, route)
         played = await play(recording, min([start.version, *recording.versions]))
-        diverged = recording.has_diverged(ended=isinstance(played, Rollout))
+        ended = isinstance(played, Rollout) or played.reason not in failures.WORTH_REPEATING
+        diverged = recording.has_diverged(ended)
         if diverged:
             log.warning("event=rollout_diverged id=%s/%d recorded=%d", start.group_id, attempt, len(file.answers))
             file.clear()

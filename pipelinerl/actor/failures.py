@@ -31,8 +31,9 @@ REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, E
 WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself. Attempts that fail for one of these are tried again."""
 KEEP_ANSWERS = frozenset({TRANSPORT, VERIFIER})
-"""Causes outside the attempt, too. Tried again, it gets the answers that it had got. After another failure they are
-sampled anew: they may be a faulty server's, or the reason why it failed."""
+"""Causes that mostly lie outside the attempt, too. Tried again for the first time, it gets the answers that it had got.
+After a second failure, or another one, they are sampled anew: they may be a faulty server's, or the reason why it
+failed, such as an answer of which a judge can say nothing."""
 
 MAX_ERROR_CHARS = 2000
 

@@ -176,7 +176,8 @@ class TrainingGroups:
             self._metrics.retried()
             group.reissues += 1
             group.narrow(tuple(sorted(failure.attempt for failure in failed)))
-            anew = [failure.attempt for failure in failed if failure.reason not in failures.KEEP_ANSWERS]
+            kept = failures.KEEP_ANSWERS if group.reissues == 1 else ()
+            anew = [failure.attempt for failure in failed if failure.reason not in kept]
             self._journal.forget_answers(group.start.group_id, anew)
             self._table.submit(group)
             return

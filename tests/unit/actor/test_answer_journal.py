@@ -84,6 +84,22 @@ def test_answer_that_cannot_be_written_is_left_out_with_all_after_it(
     assert keys(tmp_path / "missing" / "0-0.0") == []
 
 
+def test_file_that_cannot_be_read_or_removed_costs_its_answers_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / FOLDER / "0-0.0"
+    path.mkdir(parents=True)  # reading and unlinking it are errors
+    file = AttemptFile(path)
+    file.append(answer_of(0))
+    file.clear()
+    assert file.answers == []
+    journal = AnswerJournal(tmp_path)
+    journal.remove("0-0", [0])
+    journal.clear()
+    assert caplog.text.count("event=answer_not_recorded") == 2
+    assert caplog.text.count("event=recorded_answers_left") == 2
+
+
 class Sampled:
     """A transport that answers from a list."""
 
@@ -311,6 +327,20 @@ async def test_attempt_that_ends_before_its_last_recorded_answer_has_diverged(li
     assert (rollout.diverged, rollout.num_llm_calls, len(life.server.requests)) == (True, 1, 4 + 1)
 
 
+async def test_attempt_that_fails_before_its_last_recorded_answer_has_diverged(life: Life) -> None:
+    await life.play(chat, die_at=3)
+    told = life.said[0]
+
+    async def broken_then(ask: Ask) -> None:
+        if await ask("?") == told:
+            raise RuntimeError("the tool says something else today")
+
+    ended = await life.play(broken_then)
+    assert ended is not None
+    assert not ended.failures
+    assert ended.rollouts[0].diverged
+
+
 async def test_same_request_twice_gets_both_answers_in_their_order(life: Life) -> None:
     async def twice(ask: Ask) -> None:
         for content in ("?", "?", "!", "?"):
@@ -375,6 +405,17 @@ def test_attempt_that_failed_is_sampled_anew_unless_the_infrastructure_failed_it
     stage = Stage(lambda start: finished(start, failed=next(fails, []), reason=reason))
     stage.until(lambda: len(stage.records) >= 2)
     assert stage.forgotten == ([] if reason in ("transport", "verifier") else [("0-0", 1)])
+
+
+def test_attempt_that_failed_twice_is_sampled_anew() -> None:
+    """Its answers may be why: a judge can say nothing about one of them."""
+    fails = {"0-0": iter([[1], [1]])}
+    stage = Stage(
+        lambda start: finished(start, failed=next(fails.get(start.group_id, iter([])), []), reason="verifier"),
+        max_reissues=2,
+    )
+    stage.until(lambda: len(stage.records) >= 2)
+    assert stage.forgotten == [("0-0", 1)]
 
 
 def test_answers_of_a_server_that_missed_its_probe_are_forgotten() -> None:
