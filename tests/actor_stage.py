@@ -101,6 +101,7 @@ class Stage:
         weights: dict[str, float] | None = None,
         tests: int = 0,
         batch: int = 1000,
+        max_lag_steps: int = 0,
         **limits: Any,
     ):
         self.workers = ScriptedWorkers(answer)
@@ -122,7 +123,7 @@ class Stage:
         self.training = TrainingGroups(
             domains=domains,
             rules=GroupRules(**{key: values[key] for key in ("attempts", "max_failed_rollouts", "max_reissues")}),
-            pacing=Pacing(batch_size=batch, max_lag_steps=0, max_train_steps=100),
+            pacing=Pacing(batch_size=batch, max_lag_steps=max_lag_steps, max_train_steps=100),
             progress=self.progress,
             journal=self,
             drops=self.drops,

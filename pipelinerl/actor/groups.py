@@ -129,10 +129,12 @@ class TrainingGroups:
             self._start(version)
 
     def share_held(self, version: int) -> float:
-        """Share of the rollouts that the servers have room for, which wait for a newer version."""
+        """Share of the rollouts that servers and `max_lag_steps` have room for, which wait for a newer version."""
         dispatched, dropped = self._progress.expected_units, self._drops.room()
         holds = self._pacing.holds(dispatched=dispatched, dropped=dropped, version=version)
-        return self._table.share_free if holds and self._table.has_room(self._rules.attempts) else 0.0
+        if not holds or not self._table.has_room(self._rules.attempts):
+            return 0.0
+        return self._table.share_free(self._pacing.most_running / self._progress.units_per_rollout)
 
     def handle_ended(self, ended: WorkEnded) -> None:
         """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""

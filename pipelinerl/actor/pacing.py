@@ -13,6 +13,7 @@ costs nothing of the lag bound. Dropped samples do not count, so the domain gets
 compensation is limited, because a domain whose samples are all dropped must not hold up the others.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -48,6 +49,13 @@ class Pacing:
         elif self.max_lag_steps is not None:
             steps = min(steps, version + 1 + self.max_lag_steps)
         return self.batch_size * len(range(self.actor, steps, self.num_actors))
+
+    @property
+    def most_running(self) -> float:
+        """Units that are under way at best, when those of one step are being trained."""
+        return (
+            math.inf if self.max_lag_steps is None else self.batch_size * max(1, self.max_lag_steps) / self.num_actors
+        )
 
     def may_start(self, *, dispatched: float, dropped: int, version: int) -> bool:
         """Returns whether another group may start.

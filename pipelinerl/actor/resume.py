@@ -141,8 +141,12 @@ class ActorProgress:
     @property
     def expected_units(self) -> float:
         """Units of all samples dispatched and not dropped. One under way counts as those published in the mean."""
-        under_way = self.dispatched - self.dropped - self.published
-        return self.units + under_way * (self.units / self.published if self.published else 1.0)
+        return self.units + (self.dispatched - self.dropped - self.published) * self.units_per_rollout
+
+    @property
+    def units_per_rollout(self) -> float:
+        """Of those published in the mean."""
+        return self.units / self.published if self.published else 1.0
 
     def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:
         """No-positive-resampling (docs/algorithms.md §5): a problem that is nearly always solved leaves the pool."""

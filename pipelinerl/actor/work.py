@@ -104,10 +104,10 @@ class WorkTable:
         running = self._workers.num_rollouts
         return running == 0 or running + attempts <= self._room
 
-    @property
-    def share_free(self) -> float:
-        """Share of the servers' room that no rollout uses."""
-        return max(0.0, 1.0 - self._workers.num_rollouts / self._room) if self._room else 0.0
+    def share_free(self, most: float) -> float:
+        """Share that no rollout uses of the servers' room, of which ``most`` rollouts can be used at best."""
+        usable = min(self._room, most)
+        return max(0.0, 1.0 - self._workers.num_rollouts / usable) if usable else 0.0
 
     def submit(self, work: Work) -> None:
         """Gives the work to a worker. A suspect waits until few enough of them run, but not behind others."""

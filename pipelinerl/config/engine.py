@@ -69,7 +69,7 @@ def _check_deepspeed(config: Config) -> str | None:
 
 
 def _check_sharded(config: Config) -> str | None:
-    if config.finetune.compile and config.finetune.expert_ranks is not None:
+    if config.finetune.compile and (config.finetune.expert_ranks or 1) > 1:
         return "`finetune.compile` is true, but with `finetune.expert_ranks` layers are not compiled: set it to false"
     return None
 

@@ -189,10 +189,12 @@ def _others(cfg: Config, world: WorldMap, devices: int, scoring: int) -> Iterabl
 
 def _divided(cfg: Config, devices: int, scoring: int, given: tuple[str, ...] = ()) -> Iterable[Division]:
     """Every division of this many devices into whole servers and whole groups of the trainer."""
-    size, group = devices_per_server(cfg), cfg.finetune.seq_parallel
-    for generating in range(size, devices, size):
+    size, finetune = devices_per_server(cfg), cfg.finetune
+    for generating in range(size * cfg.world.replicas, devices, size):
         training = devices - generating
-        if training % group or (training > 1 and engine_of(cfg, training) == "ddp"):
+        sharing = finetune.shard_ranks or training
+        uneven = training % finetune.seq_parallel or training % sharing or sharing % (finetune.expert_ranks or 1)
+        if uneven or (training > 1 and engine_of(cfg, training) == "ddp"):
             continue
         fractions = (f"world.actor_fraction={generating}", f"world.finetune_fraction={training}")
         others = (f"world.preprocessor_fraction={scoring}",) if scoring else ()

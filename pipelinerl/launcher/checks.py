@@ -197,14 +197,17 @@ def optimizer(start: Start) -> list[str]:
 def experts(start: Start) -> list[str]:
     """Refuse what only a mixture of experts can do for a model without experts."""
     config, options = start.config, server_options(start.config)
-    parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks
-    wanted = {"finetune.router_replay": config.finetune.router_replay, "finetune.expert_ranks": dividing}
+    parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks or 1
+    wanted = {
+        "finetune.router_replay": config.finetune.router_replay,
+        "finetune.expert_ranks": dividing > 1 and dividing,
+    }
     wanted[f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL}"] = parallel
     shape = find_model_shape(config.model_path)
     for key, value in wanted.items():
         if value and shape is not None and shape.experts == 1:
             raise ConfigError(f"`{key}` is {str(value).lower()}, but {config.model_path} has no experts: remove it")
-    if dividing and shape is not None and shape.experts % dividing:
+    if shape is not None and shape.experts % dividing:
         raise ConfigError(
             f"`finetune.expert_ranks` is {dividing}, which does not divide the {shape.experts} experts of "
             f"{config.model_path}: set it to a divisor of them, or to null"

@@ -35,7 +35,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 def adopt(world: WorldSection, env: MutableMapping[str, str]) -> None:
     """Puts the authority's certificate into ``env``, where ``client_context`` and child processes find it."""
-    if world.tls and CA_VARIABLE not in env:
+    if world.tls and not env.get(CA_VARIABLE):
         env[CA_VARIABLE] = Path(world.tls_ca).read_text() if world.tls_ca else made_authority(env)
 
 

@@ -61,14 +61,15 @@ class ShardedEngine(SteppingEngine):
 
         Gradients are summed over ranks, where FSDP would average them.
         """
+        as_given = replace(precision, cast_forward_inputs=False)  # some routers weigh experts in float32
         if self.experts is not None:
             for experts in divide_experts(self.policy.lm, self.experts):
-                fully_shard(experts, mesh=self.experts.sharing, mp_policy=precision)
+                fully_shard(experts, mesh=self.experts.sharing, mp_policy=as_given)
         for layer in decoder_layers(self.policy.lm):
             fully_shard(layer, mesh=self.mesh, mp_policy=precision)
         if self.policy.value_head is not None:
             fully_shard(self.policy.value_head, mesh=self.mesh)
-        fully_shard(self.policy, mesh=self.mesh, mp_policy=replace(precision, cast_forward_inputs=False))
+        fully_shard(self.policy, mesh=self.mesh, mp_policy=as_given)
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -1,5 +1,6 @@
 """Finished groups with samples of unverified weights wait, and those of servers that missed are made again."""
 
+import math
 import re
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.records import GroupDropped, RolloutGroup
-from tests.actor_stage import ATTEMPTS, Stage, declared, missed_probe, rollout, sampled_by, servers_of
+from tests.actor_stage import ATTEMPTS, Stage, declared, finished, missed_probe, rollout, sampled_by, servers_of
 from tests.says import says
 
 
@@ -45,12 +46,20 @@ def test_every_held_group_is_looked_at_once_in_a_turn_however_many_wait(monkeypa
     assert stage.training.numbers()[ActorMetric.GROUPS_HELD] == 600
 
 
-@pytest.mark.parametrize(("groups", "share"), [(1, 0.75), (4, 0.0)])
-def test_share_held_is_of_the_slots_that_the_bound_keeps_empty(groups: int, share: float) -> None:
-    """8 slots. At version 0 so many groups of two attempts may start, at version 1 twice as many."""
-    stage = Stage(lambda start: None, batch=groups * ATTEMPTS)
-    stage.until(lambda: len(stage.workers.started) == groups)
-    assert stage.training.share_held(0) == share
+def test_no_slot_counts_as_held_that_the_bound_has_no_room_for() -> None:
+    """8 slots, batches of 2, a lag of 1: 4 rollouts may start, and all of them run."""
+    stage = Stage(lambda start: None, batch=ATTEMPTS, max_lag_steps=1)
+    stage.until(lambda: len(stage.workers.started) == 2)
+    assert stage.training.share_held(0) == 0
+    assert stage.training._table.share_free(math.inf) == 0.5
+
+
+def test_share_held_is_of_the_slots_that_untrained_samples_keep_empty() -> None:
+    """8 slots, batches of 2, a lag of 3: of 8 rollouts 6 are published and wait for the trainer, and 2 run."""
+    plays = iter([True] * 3)
+    stage = Stage(lambda start: finished(start) if next(plays, False) else None, batch=ATTEMPTS, max_lag_steps=3)
+    stage.until(lambda: len(stage.records) == 3 and len(stage.workers.started) == 4)
+    assert stage.training.share_held(0) == pytest.approx(1 - 2 / 6)
     assert stage.training.share_held(1) == 0, "another group may start"
 
 

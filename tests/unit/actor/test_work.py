@@ -1,5 +1,6 @@
 """How many rollouts the table lets run, and which piece of work it blames when a worker dies."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -33,7 +34,9 @@ def test_room_is_the_sum_of_what_each_server_takes() -> None:
     table.set_servers(Servers(version=0, urls=urls, serving=serving, draining=("leaves",), capacities=told))
     assert table.has_room(8)  # 5 run, and 3 + 10 fit
     assert not table.has_room(9)
-    assert table.share_free == pytest.approx(8 / 13)
+    assert table.share_free(math.inf) == pytest.approx(8 / 13)
+    assert table.share_free(10) == pytest.approx(5 / 10)
+    assert table.share_free(4) == 0
     workers.num_rollouts = 0
     assert table.has_room(64)  # a group larger than that runs alone
 
