@@ -168,7 +168,7 @@ def _digest(message: dict) -> bytes:
     if isinstance(message.get("content"), list) and any(map(is_image, message["content"])):
         content = [*content, *(hashlib.sha256(image).digest() for image in images_of([message]))]
     if role == "assistant" and isinstance(content, str):
-        content = _spoken(content)
+        content = spoken(content)
     calls = [(call["function"].get("name"), _canonical(call["function"])) for call in plain.get("tool_calls", [])]
     try:
         encoded = msgspec.msgpack.encode((role, message.get("name"), content, calls))
@@ -177,7 +177,7 @@ def _digest(message: dict) -> bytes:
     return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
-def _spoken(text: str) -> str:
+def spoken(text: str) -> str:
     """Returns an answer without the thought before it."""
     _, closed, answer = text.rpartition("</think>")
     return "" if not closed and text.lstrip().startswith("<think>") else answer.strip()

@@ -7,6 +7,7 @@ values, the constraint and the fix.
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import DEBUG_RULES
@@ -36,6 +37,8 @@ DISTORTING: Mapping[str, tuple[Any, ...]] = {
 """Sampling parameters that make the sampled distribution another one than the trained one, and their neutral values."""
 
 
+METRICS_OF_ALL = ("reward", "success", "no_error", "no_answer")
+"""Metrics of every rollout (`pipelinerl.rollouts.BaseMetrics`)."""
 CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "max_tokens")
 """Keys of a judge that asks for an opinion."""
 
@@ -305,6 +308,10 @@ def judges_can_judge(config: Config) -> str | None:
         entry = f"`judges` entry {judge.name!r}"
         if names.count(judge.name) > 1:
             return f"{entry} is there {names.count(judge.name)} times: give every judge a name of its own"
+        if judge.name in METRICS_OF_ALL:
+            return f"{entry} has the name of a metric of every rollout: choose another"
+        if judge.url is not None and (urlsplit(judge.url).scheme not in ("http", "https") or urlsplit(judge.url).query):
+            return f"{entry} has url={judge.url}: give http(s)://host[:port][/path] without a query"
         if judge.url is None and config.world.preprocessor_fraction == 0:
             return f"{entry} has no `url`, and `world.preprocessor_fraction` is 0: set one of them"
         if judge.votes > 1 and judge.temperature == 0:

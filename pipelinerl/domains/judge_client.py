@@ -27,6 +27,7 @@ from pipelinerl.config.sections import JudgeSection
 from pipelinerl.config.servers import side_models
 from pipelinerl.domains.columns import Messages
 from pipelinerl.domains.judge_prompt import (
+    MAX_REASON_CHARS,
     Opinion,
     as_text,
     judge_messages,
@@ -41,6 +42,8 @@ CHAT_PATH = "/v1/chat/completions"
 SERVED_NAME = "reference"
 """Name of the model of every server of the run beside the policy's."""
 KEY_VARIABLE = "OPENAI_API_KEY"
+MISCONFIGURED = (401, 403, 404)
+"""Statuses of an address, a model or a key that will not be better next time."""
 WORTH_REPEATING = (408, 429)
 """Statuses below 500 that may be better next time."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
@@ -98,6 +101,7 @@ class JudgeClient:
         patience_s: float = DEFAULT_PATIENCE_S,
         run_secret: bytes | None = None,
     ):
+        self.kind = judge.kind
         self._judge, self._patience_s = judge, patience_s
         self._secret = run_secret or secrets.token_bytes(32)
         self._load = dict.fromkeys((address_of(judge.kind, url) for url in urls), 0)
@@ -125,7 +129,7 @@ class JudgeClient:
             ``score`` is the judge's over its best one, or the reward model's number. ``correct``: it is the best.
         Raises:
             VerifierError: no verdict could be had.
-            DomainError: ``max_calls`` are spent.
+            DomainError: ``max_calls`` are spent, or the address, the model or the key is wrong.
         """
         answer = answer.encode("utf-8", "backslashreplace").decode()
         name = hashlib.sha256(msgspec.msgpack.encode((question, answer, reference))).digest()
@@ -162,7 +166,7 @@ class JudgeClient:
         )
         opinions = await asyncio.gather(*(self._vote(session, messages) for _ in range(self._judge.votes)))
         score = agreed([opinion.score for opinion in opinions], by_majority=self._judge.vote == "majority")
-        return _verdict(score / self._judge.levels, best=1.0, detail=opinions[0].reason)
+        return _verdict(score / self._judge.levels, best=1.0, detail=opinions[0].reason[:MAX_REASON_CHARS])
 
     async def _vote(self, session: aiohttp.ClientSession, messages: Messages) -> Opinion:
         judge = self._judge
@@ -224,13 +228,16 @@ class JudgeClient:
             return await self._send(session, request)
 
     async def _send(self, session: aiohttp.ClientSession, request: dict[str, Any]) -> bytes:
-        """Asks the least loaded server, and after a failure the next, until one answers or the patience has passed."""
-        body = msgspec.json.encode(request)
+        """Asks the least loaded server, and after a failure one that has not failed, until one answers.
+
+        A request that takes too long is not sent again. What cannot be sent is, until the patience has passed.
+        """
+        body, failed = msgspec.json.encode(request), set[str]()
         deadline, delay = time.monotonic() + self._patience_s, FIRST_DELAY_S
         timeout = aiohttp.ClientTimeout(total=self._judge.timeout_s)
         while True:
-            url = min(self._load, key=self._load.__getitem__)
-            self._load[url] = self._load.pop(url) + 1
+            url = min(self._load, key=lambda one: (one in failed, self._load[one]))
+            self._load[url] = self._load.pop(url) + 1  # the last of those that are equally loaded
             failure: Exception
             try:
                 async with session.post(url, data=body, headers=self._headers, timeout=timeout) as answer:
@@ -239,12 +246,24 @@ class JudgeClient:
                     return content
                 said = f"{url} answered {answer.status}: {content[:300].decode(errors='replace')}"
                 failure = VerifierError(said)
+                if answer.status in MISCONFIGURED:
+                    raise DomainError(
+                        f"judge {self._judge.name}: {said}: look at `judges.url`, `judges.model_path`, {KEY_VARIABLE}"
+                    )
                 if answer.status < 500 and answer.status not in WORTH_REPEATING:
                     raise _RefusedError(f"judge {self._judge.name}: {said}")
-            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            except TimeoutError as error:
+                raise VerifierError(
+                    f"judge {self._judge.name}: {url} took longer than `judges.timeout_s` = {self._judge.timeout_s:g} s"
+                ) from error
+            except (aiohttp.ClientError, OSError) as error:
                 failure = error
             finally:
                 self._load[url] -= 1
+            failed.add(url)
+            if failed < self._load.keys():
+                continue
+            failed.clear()
             if time.monotonic() + delay > deadline:
                 raise VerifierError(
                     f"judge {self._judge.name} did not answer within {self._patience_s:.0f} s: "

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.chat.continuation import spoken
 from pipelinerl.domains.columns import ANSWERS, answer_of, found_column, question_of
 from pipelinerl.domains.datasets import Problem, rows_of
 from pipelinerl.domains.judge_client import judge_of
@@ -58,6 +59,8 @@ async def generate_rollout(
 ) -> RolloutResult:
     """Samples one answer and awaits the verdict of every judge. The reward is the weighted sum of their scores.
 
+    The judges read the answer without the thought before it. `success`: every judge that says scores said its best.
+
     A judge that `finetune.rl.reward_weights` does not name has no weight there. If it is empty, all have the weight 1.
     """
     names = [str(name) for name in problem.get("judges") or [judge["name"] for judge in cfg.get("judges") or ()]]
@@ -66,15 +69,16 @@ async def generate_rollout(
     clients = [judge_of(cfg, name) for name in names]
     started = time.monotonic()
     call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, problem["task"])), session)
-    answer = call.output.content or ""
+    answer = spoken(call.output.content or "")
     verdicts = await asyncio.gather(
         *(client.check(session, problem["task"], answer, problem.get("answer") or "") for client in clients)
     )
     weights = OmegaConf.select(cfg, "finetune.rl.reward_weights") or dict.fromkeys(names, 1.0)
+    said = [verdict for client, verdict in zip(clients, verdicts, strict=True) if client.kind == "chat"]
     scores = {name: verdict.score for name, verdict in zip(names, verdicts, strict=True)}
     metrics = JudgedMetrics(
         reward=sum(float(weights.get(name, 0.0)) * score for name, score in scores.items()),
-        success=all(verdict.status == "correct" for verdict in verdicts),
+        success=bool(said) and all(verdict.status == "correct" for verdict in said),
         no_error=True,
         no_answer=not answer.strip(),
         **scores,

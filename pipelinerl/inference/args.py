@@ -5,6 +5,7 @@ world's addresses is refused.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from pipelinerl.config.servers import (
 )
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
-from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
 from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.network import listen_address
@@ -82,6 +83,9 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     settings = own | _shared_cache(cfg, world, job, gpu_bytes) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
         settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
+        judge = _side_model(cfg, job)
+        limit = find_context_limit(judge.model_path) if isinstance(judge, JudgeSection) else None
+        settings["max-model-len"] = min(settings["max-model-len"], limit or math.inf)
     if job.kind == "actor_llm" and cfg.weights.probe and isinstance(settings.get("max-num-seqs"), int):
         settings["max-num-seqs"] += 1  # the weight probe takes no place from the rollouts
     head = _head_overrides(cfg, settings)

@@ -201,14 +201,16 @@ def check_model(model_path: str, key: str = "model_path") -> None:
 
 
 def check_context(config: Config) -> None:
-    """Refuse requests that are longer than what the model computes. Servers would refuse to start."""
-    limit, longest = find_context_limit(config.model_path), max_model_len(config)
+    """Refuse requests that are longer than what the policy, or a model that scores its answers, computes."""
+    longest = max_model_len(config)
     is_forced = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or "hf-overrides" in server_options(config)
-    if limit is not None and longest is not None and longest > limit and not is_forced:
-        raise ConfigError(
-            f"`vllm_config.vllm_kwargs.max_model_len` is {longest}, and {config.model_path} computes {limit} positions "
-            "(max_position_embeddings): lower it, and with it llm.parameters.max_tokens, or take another model"
-        )
+    for path in (config.model_path, *(model.path for model in scoring_models(config))):
+        limit = find_context_limit(path)
+        if limit is not None and longest is not None and longest > limit and not is_forced:
+            raise ConfigError(
+                f"`vllm_config.vllm_kwargs.max_model_len` is {longest}, and {path} computes {limit} positions "
+                "(max_position_embeddings): lower it, and with it llm.parameters.max_tokens, or take another model"
+            )
 
 
 def check_architecture(config: Config) -> None:

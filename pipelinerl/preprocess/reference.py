@@ -162,6 +162,16 @@ def _with_scores(sample: Sample, results: Sequence[Result], model: ScoringModel)
     return replace(sample, **fields)
 
 
+def _without_unhinted(sample: Sample) -> Sample:
+    """Drops a sample with a sequence for which its actor gave no hinted prompt: its domain built the text itself."""
+    if all(sequence.hinted_prompt is not None for _, sequence in sample.sequences):
+        return sample
+    log.warning(
+        "event=sample_refused sample=%s reason=a teacher sees hints, and it has no hinted_prompt", sample.sample_id
+    )
+    return replace(sample, drop_reason=INVALID)
+
+
 def _columns_of(sample: Sample, model: ScoringModel) -> dict[str, Any]:
     """The fields of a sample that ``model`` has filled."""
     names = SCORES[1:] if model.column == "teacher_logprobs" else SCORES[:1]
@@ -226,6 +236,9 @@ class ReferenceScorer:
     async def _score_all(self, samples: list[Sample]) -> list[Sample]:
         model = self._model
         good = {id(sample) for sample in samples if sample.drop_reason is None and model.scores(sample.domain)}
+        if model.hint:
+            samples = [_without_unhinted(sample) if id(sample) in good else sample for sample in samples]
+            good = {id(each) for each in samples if each.drop_reason is None and model.scores(each.domain)}
         asked = [
             Asked(each.sample_id, as_hinted(sequence) if model.hint else sequence, each.images)
             for each in samples

@@ -106,6 +106,7 @@ def test_prompt_holds_the_answer_between_marks_that_depend_on_it() -> None:
     [
         ("<|im_end|>", "< |im_end|>"),
         ("</s>[INST]x[/INST]", "< /s>[ INST]x[ /INST]"),
+        ("﹤|im_end|>[ＩＮＳＴ]", "﹤ |im_end|>[ ＩＮＳＴ]"),
         ("<｜User｜>＜|eot_id|＞", "< ｜User｜>＜ |eot_id|＞"),
         ("a < b, 1<2, x<=y, x<<1, [1, 2], f[0]", "a < b, 1<2, x<=y, x<<1, [1, 2], f[0]"),
     ],
@@ -224,8 +225,11 @@ async def test_server_without_schemas_is_asked_without_from_then_on(session: aio
 async def test_failing_server_is_asked_again_and_a_refusal_is_told(session: aiohttp.ClientSession) -> None:
     async with Server(lambda number, asked: (503, "starting") if number < 3 else opinion(1)) as server:
         assert (await client(server.url, patience_s=20).check(session, "Q", "A")).score == 1
+    async with Server(lambda number, asked: (422, "too long")) as server:
+        with pytest.raises(VerifierError, match=says("helpful", "422", "too long")):
+            await client(server.url, patience_s=20).check(session, "Q", "A")
     async with Server(lambda number, asked: (401, "who are you?")) as server:
-        with pytest.raises(VerifierError, match=says("helpful", "401", "who are you?")):
+        with pytest.raises(DomainError, match=says("helpful", "401", "who are you?", "OPENAI_API_KEY")):
             await client(server.url, patience_s=20).check(session, "Q", "A")
     with pytest.raises(VerifierError, match=says("helpful", "0 s", "Cannot connect")):
         await client("http://127.0.0.1:9").check(session, "Q", "A")
@@ -239,8 +243,9 @@ async def test_late_judge_is_a_failure_and_a_bound_holds_requests_back(session: 
         return opinion(1)
 
     async with Server(lambda number, asked: wait()) as server:
-        with pytest.raises(VerifierError, match=says("TimeoutError")):
-            await client(server.url, timeout_s=0.05, patience_s=0.0).check(session, "Q", "A")
+        with pytest.raises(VerifierError, match=says("judges.timeout_s", "0.05 s")):
+            await client(server.url, timeout_s=0.05, patience_s=60.0).check(session, "Q", "A")
+    assert len(server.requests) == 1
     async with Server(lambda number, asked: wait()) as server:
         judge = client(server.url, concurrency=2)
         asked = [asyncio.ensure_future(judge.check(session, "Q", str(i))) for i in range(5)]
@@ -248,6 +253,15 @@ async def test_late_judge_is_a_failure_and_a_bound_holds_requests_back(session: 
         silent.set()
         await asyncio.gather(*asked)
     assert server.most == 2
+
+
+async def test_server_that_refuses_connections_costs_the_others_nothing(session: aiohttp.ClientSession) -> None:
+    """Its load is always 0. Without patience, every request must find the other one at once."""
+    async with Server(lambda number, asked: opinion(1)) as server:
+        section = JudgeSection(name="helpful", model_path="m")
+        judge = JudgeClient(section, ["http://127.0.0.1:9", server.url], patience_s=0.0)
+        found = await asyncio.gather(*(judge.check(session, "Q", str(i)) for i in range(6)))
+    assert [verdict.score for verdict in found] == [1.0] * 6
 
 
 async def test_spent_budget_ends_the_run_and_gives_no_reward(session: aiohttp.ClientSession) -> None:
@@ -290,6 +304,8 @@ async def test_judged_domain_reports_every_judge_and_weighs_them(tmp_path: Any, 
             result = await run_rollout(generate_rollout, sums, [answer], cfg)
             found = result.metrics.model_dump()
             assert (found["sums"], found["style"], found["success"]) == (score, 0.75, False)
+            thought = await run_rollout(generate_rollout, sums, [f"<think>{WRONG}</think>{answer}"], cfg)
+            assert thought.metrics.model_dump()["sums"] == score, "the judge reads no thoughts"
             assert found["reward"] == pytest.approx(score + 0.15)
         with pytest.raises(DomainError, match=says("'wit'", "'style'")):
             judge_of(OmegaConf.create(cfg), "wit")

@@ -16,7 +16,7 @@ from pipelinerl.errors import DomainError, RecordError
 from pipelinerl.llm import Prompt
 from pipelinerl.preprocess import reference
 from pipelinerl.preprocess.reference import ReferenceScorer, as_hinted
-from pipelinerl.preprocess.samples import Shaping, prepare_group
+from pipelinerl.preprocess.samples import INVALID, Shaping, prepare_group
 from pipelinerl.records import Rollout, TrainingSequence
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeLLM, byte_tokenizer
@@ -106,6 +106,8 @@ async def test_scores_are_the_models_own_of_prompt_hint_and_answer(monkeypatch: 
 
     monkeypatch.setattr(reference, "score_sequences", score)
     played = [await play(answers) for answers in (["It is 42."], ["It is 41.", "No: 42."])]
+    own = tuple(msgspec.structs.replace(sequence, hinted_prompt=None) for sequence in played[0].sequences)
+    played.append(msgspec.structs.replace(played[0], sequences=own))  # its domain built the text itself
     rollouts = tuple(msgspec.structs.replace(rollout, attempt=i) for i, rollout in enumerate(played))
     group = msgspec.structs.replace(
         make_group(np.random.default_rng(0), 0, version=0), rollouts=rollouts, attempts=len(rollouts)
@@ -115,9 +117,11 @@ async def test_scores_are_the_models_own_of_prompt_hint_and_answer(monkeypatch: 
     teacher = ScoringModel(path="self", column="teacher_logprobs", hint=True)
     scorer = ReferenceScorer(lambda: [server], concurrency=4, deadline_s=5, model=teacher)
     try:
-        first, second = scorer.submit(samples).result()
+        first, second, without = scorer.submit(samples).result()
     finally:
         scorer.close()
+
+    assert without.drop_reason == INVALID
 
     def of_answers(messages: list[dict], answers: tuple[str, ...]) -> np.ndarray:
         ids = rendered(messages, ask=False)
