@@ -91,7 +91,7 @@ async def test_evaluation_overtaken_by_weights_begins_again_on_the_new_version(m
     assert run.evaluations[-1].num_rollouts == 6
 
 
-async def test_idle_actor_and_worker_use_less_than_two_percent_of_a_core(make_run: Callable) -> None:
+async def test_idle_actor_and_worker_use_less_than_five_percent_of_a_core(make_run: Callable) -> None:
     run = await make_run()
     run.start()
     run.update(0)
@@ -102,7 +102,7 @@ async def test_idle_actor_and_worker_use_less_than_two_percent_of_a_core(make_ru
         return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
     shares = []
-    while not shares or shares[-1] >= 0.02:  # a busy machine has quiet moments
+    while not shares or shares[-1] >= 0.05:  # a busy machine has quiet moments
         assert len(shares) < 12, shares
         before = cpu_s()
         await asyncio.sleep(5)
