@@ -132,7 +132,8 @@ async def _serve(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         only_version = None if side.config.debug.mode is None else ONLY_VERSION
         client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
-        answers = AnswerJournal(run_dir / job_name) if side.config.actor.answer_journal else None
+        is_kept = side.config.actor.answer_journal and not side.config.finetune.router_replay
+        answers = AnswerJournal(run_dir / job_name) if is_kept else None
         executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())

@@ -104,7 +104,8 @@ class ActorSection(Section):
     answer_journal: bool = key(
         True,
         "keep the answers of rollouts under way in the run folder: after a crash a rollout is played again and gets "
-        "its answers so far without sampling them again. See [A crash](guides/agent.md#a-crash)",
+        "its answers so far without sampling them again. Not with `finetune.router_replay`, whose experts of every "
+        "earlier turn each answer repeats. See [A crash](guides/agent.md#a-crash)",
         may_change=True,
     )
     max_domain_errors: NonNegativeInt = key(
