@@ -173,7 +173,7 @@ async def test_groups_that_wait_for_a_probe_are_published_by_a_restarted_actor(m
     run.begin()
     server.may_check.set()
     await stage.until(lambda: len(stage.groups) == GROUPS)
-    assert server.attempts == GROUPS * ATTEMPTS, "they get their answers from the journal"
+    assert server.attempts < 2 * GROUPS * ATTEMPTS, "the journal has all answers but those that had just come"
     assert [group.dispatch_index for group in sorted(stage.groups, key=lambda group: group.dispatch_index)] == [
         *range(GROUPS)
     ]
