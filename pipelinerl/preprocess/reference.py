@@ -235,10 +235,13 @@ class ReferenceScorer:
 
     async def _score_all(self, samples: list[Sample]) -> list[Sample]:
         model = self._model
-        good = {id(sample) for sample in samples if sample.drop_reason is None and model.scores(sample.domain)}
+
+        def is_scored(sample: Sample) -> bool:
+            return sample.drop_reason is None and model.scores(sample.domain)
+
         if model.hint:
-            samples = [_without_unhinted(sample) if id(sample) in good else sample for sample in samples]
-            good = {id(each) for each in samples if each.drop_reason is None and model.scores(each.domain)}
+            samples = [_without_unhinted(sample) if is_scored(sample) else sample for sample in samples]
+        good = {id(sample) for sample in samples if is_scored(sample)}
         asked = [
             Asked(each.sample_id, as_hinted(sequence) if model.hint else sequence, each.images)
             for each in samples
