@@ -46,13 +46,14 @@ async def play(journal: AnswerJournal, route: GroupRoute, length: int, group: st
     llm = TrainableLLM(model_name="policy")
 
     async def attempt(number: int) -> None:
-        transport = AttemptTransport(await journal.open(group, number), Instant(length), route)
+        transport = AttemptTransport(files[number], Instant(length), route)
         for turn in range(TURNS):
             prompt = np.full((turn + 1) * length, turn, dtype=np.int32)
             request = GenerateRequest(token_ids=prompt, body_key=b"{}", model="policy", retries=0, base_delay_s=0.0)
             await transport.generate(llm, request, None)  # type: ignore[arg-type]
 
     before = time.process_time()
+    files = await journal.open(group, range(ATTEMPTS))
     await asyncio.gather(*(attempt(number) for number in range(ATTEMPTS)))
     return (time.process_time() - before) / (ATTEMPTS * TURNS)
 

@@ -152,9 +152,16 @@ class AnswerJournal:
         self._folder = job_folder / FOLDER
         make_folder(self._folder)
 
-    async def open(self, group_id: str, attempt: int) -> AttemptFile:
-        """Reads the answers of an attempt, without blocking the loop."""
-        return await asyncio.get_running_loop().run_in_executor(_disk, AttemptFile, self._path(group_id, attempt))
+    async def open(self, group_id: str, attempts: Iterable[int]) -> dict[int, AttemptFile]:
+        """Reads the answers of a group, by attempt, without blocking the loop.
+
+        All at once: attempts that begin together ask together, and their equal first requests are joined.
+        """
+
+        def read() -> dict[int, AttemptFile]:
+            return {attempt: AttemptFile(self._path(group_id, attempt)) for attempt in attempts}
+
+        return await asyncio.get_running_loop().run_in_executor(_disk, read)
 
     def remove(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of attempts that no worker plays."""

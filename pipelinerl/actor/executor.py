@@ -20,7 +20,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
-from pipelinerl.actor.answer_journal import AnswerJournal, AttemptTransport
+from pipelinerl.actor.answer_journal import AnswerJournal, AttemptFile, AttemptTransport
 from pipelinerl.actor.growth import FOLLOW_S, Growth
 from pipelinerl.actor.messages import (
     Failure,
@@ -144,13 +144,14 @@ class Executor:
         transport = GroupTransport(route, self._policy, join_limit, temperature)
 
         async def run(attempt: int, server_url: str) -> None:
-            outcome = await self._run_attempt(start, attempt, server_url, route, transport)
+            outcome = await self._run_attempt(start, attempt, server_url, route, transport, files.get(attempt))
             route.end_attempt()
             self.ended += not start.evaluation
             await report(outcome)
 
         try:
             server = await route.choose_server()
+            files = await self._recorded_answers(start)
             async with asyncio.TaskGroup() as group:
                 for attempt in start.attempts:
                     self._domains[group.create_task(run(attempt, server.url))] = start.domain
@@ -158,12 +159,23 @@ class Executor:
             transport.close()
         return route.aborted_requests
 
+    async def _recorded_answers(self, start: StartGroup) -> dict[int, AttemptFile]:
+        if self._answers is None or start.evaluation:
+            return {}
+        return await self._answers.open(start.group_id, start.attempts)
+
     def domain_of(self, task: asyncio.Task[Any]) -> int | None:
         """Returns the index of the domain of which the task runs an attempt. None: it runs none. For any thread."""
         return self._domains.get(task)
 
     async def _run_attempt(
-        self, start: StartGroup, attempt: int, server_url: str, route: GroupRoute, transport: GroupTransport
+        self,
+        start: StartGroup,
+        attempt: int,
+        server_url: str,
+        route: GroupRoute,
+        transport: GroupTransport,
+        file: AttemptFile | None,
     ) -> Rollout | Failure:
         """Plays an attempt, with the answers that it got before a crash. One that then asks otherwise starts anew."""
 
@@ -171,9 +183,8 @@ class Executor:
             llm = self._llm(start, attempt, carrier, server_url)
             return await self._play(msgspec.structs.replace(start, version=oldest), attempt, llm, route, transport)
 
-        if self._answers is None or start.evaluation:
+        if file is None:
             return await play(transport, start.version)
-        file = await self._answers.open(start.group_id, attempt)
         recording = AttemptTransport(file, transport, route)
         played = await play(recording, min([start.version, *recording.versions]))
         ended = isinstance(played, Rollout) or played.reason not in failures.WORTH_REPEATING

@@ -174,8 +174,10 @@ class Life:
         self.said: list[str] = []
         """What the agent was answered in the newest play."""
 
-    async def play(self, agent: Agent, *, die_at: int | None = None, version: int = 0) -> GroupFinished | None:
-        """Plays one attempt. With ``die_at``, ends like a killed process while request number ``die_at`` waits."""
+    async def play(
+        self, agent: Agent, *, die_at: int | None = None, version: int = 0, attempts: tuple[int, ...] = (3,)
+    ) -> GroupFinished | None:
+        """Plays the attempts. With ``die_at``, ends like a killed process while request number ``die_at`` waits."""
         self.said, self.server.version = [], version
 
         async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
@@ -193,14 +195,14 @@ class Life:
         llm = TrainableLLM(
             model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 8}, collect_logprobs=True
         )
-        limits = RequestLimits(timeout_s=10.0, max_retries=0, max_completions=1)
+        limits = RequestLimits(timeout_s=10.0, max_retries=0, max_completions=len(attempts))
         rules = RolloutRules(timeout_s=20.0, seq_length=1000)
         executor = Executor(
             *(OmegaConf.create({}), [rollout], (llm, llm), Client(self.session, limits), rules),
             AnswerJournal(self.folder),
         )
         executor.servers.update({"s": self.server.url}, {"s": version}, {"s": version})
-        start = StartGroup(group_id="d/1-2", domain=0, problem={}, attempts=(3,), evaluation=False, version=version)
+        start = StartGroup(group_id="d/1-2", domain=0, problem={}, attempts=attempts, evaluation=False, version=version)
         before = len(self.server.requests)
         task = asyncio.create_task(run_whole_group(executor, start))
         if die_at is None:
@@ -264,6 +266,20 @@ async def test_interrupted_attempt_gets_its_answers_again_and_samples_only_the_r
     assert versions == [4] * turn + [6] * (TURNS - turn)
     assert rollout.num_llm_calls == TURNS
     assert dict(zip(rollout.servers, rollout.probes_missed, strict=True)) == {"s": 4 if turn else 6}
+
+
+async def test_equal_first_requests_of_a_group_are_one_request(life: Life) -> None:
+    """Before a crash and after it: the attempts wait for their recorded answers together."""
+
+    async def once(ask: Ask) -> None:
+        await ask("?")
+
+    for num_attempts in (4, 32):
+        before = len(life.server.requests)
+        ended = await life.play(once, attempts=tuple(range(num_attempts)))
+        assert ended is not None
+        assert len(ended.rollouts) == num_attempts
+        assert len(life.server.requests) == before + 1, "the attempts waited for their recorded answers apart"
 
 
 async def test_ended_attempt_is_played_again_from_its_answers_alone(life: Life) -> None:
