@@ -81,7 +81,7 @@ async def llm_async_generate(
     """
     llm.load_tokenizer()
     _refuse_constraint(prompt)
-    renderer = renderer_of(llm.tokenizer)
+    renderer = renderer_of(llm.tokenizer, llm.renderer)
     history = history_of(prompt.messages) if llm.state.turns is not None else ()
     rendered, continued = _prompt_tokens(renderer, llm, prompt, history)
     prefix_version = continued.prefix_version if continued else None

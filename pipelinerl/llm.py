@@ -308,6 +308,8 @@ class TrainableLLM(BaseModel):
     collect_logprobs: bool = False
     """Whether to request log-probabilities. Training texts need them."""
     chat_template_kwargs: dict = Field(default_factory=dict)
+    renderer: str = ""
+    """Family of the package `renderers` that renders prompts. Empty: the tokenizer's chat template does."""
     tool_parser: str = ""
     """Format of tool calls. Empty: Hermes. Otherwise the name of vLLM's parser (``--tool-call-parser``)."""
     reasoning_parser: str = ""
@@ -339,7 +341,7 @@ class TrainableLLM(BaseModel):
     def count_tokens(self, messages: list[dict] | str) -> int:
         """Counts the tokens of a text, or of messages rendered with the chat template."""
         self.load_tokenizer()
-        renderer = renderer_of(self.tokenizer)
+        renderer = renderer_of(self.tokenizer, self.renderer)
         if isinstance(messages, str):
             return len(renderer.encode(messages))
         return len(renderer.render(messages, None, self.chat_template_kwargs).token_ids)

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
+from pipelinerl.chat.families import family_renderer
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts, sees_hint
@@ -47,10 +48,13 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         context_size=context_size(cfg),
         collect_logprobs=True,
         chat_template_kwargs=section.chat_template_kwargs,
+        renderer=section.renderer or "",
         tool_parser=section.tool_parser or "",
         reasoning_parser=section.reasoning_parser or "",
     )
     llm.load_tokenizer()
+    if section.renderer is not None:
+        family_renderer(llm.tokenizer, section.renderer, section.chat_template_kwargs)  # refused here, not in a rollout
     if section.chat_template is not None:
         template = chosen_template(section.chat_template, llm.tokenizer.chat_template)
         llm.chat_template_kwargs = {**llm.chat_template_kwargs, "chat_template": template}

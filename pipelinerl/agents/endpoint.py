@@ -97,7 +97,7 @@ class RecordedAgent:
     def count_tokens(self, asked: ChatRequest) -> int:
         """Counts the tokens of a prompt rendered whole."""
         self.llm.load_tokenizer()
-        renderer = renderer_of(self.llm.tokenizer)
+        renderer = renderer_of(self.llm.tokenizer, self.llm.renderer)
         return len(renderer.render(asked.messages, asked.tools, self.llm.chat_template_kwargs).token_ids)
 
 

@@ -1,9 +1,10 @@
-"""Converts messages to tokens and back: `rendering` applies a chat template, `continuation` continues sampled tokens,
-`reading` reads thoughts and tool calls."""
+"""Converts messages to tokens and back: `rendering` applies a chat template, `families` the code of a model family,
+`continuation` continues sampled tokens, `reading` reads thoughts and tool calls."""
 
 from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, is_fork
+from pipelinerl.chat.families import renderer_of
 from pipelinerl.chat.reading import ReadText
-from pipelinerl.chat.rendering import ChatRenderer, Rendered, plain_message, renderer_of
+from pipelinerl.chat.rendering import ChatRenderer, Rendered, plain_message
 
 __all__ = [
     "ChatRenderer",

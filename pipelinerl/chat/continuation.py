@@ -5,7 +5,8 @@ A prompt continues a call if it repeats the call's messages and its answer. Its 
 again, so a template that drops thoughts or writes arguments in its own way changes no token.
 
 What stands between two answers is found in a short conversation with a known answer: the text after that answer, with
-the new messages behind it. A prompt that continues no call is rendered whole and starts another training sequence.
+the new messages behind it. The code of a family (``families``) knows it. A prompt that continues no call is rendered
+whole and starts another training sequence.
 
 The module is pure except for the tokenizer.
 """
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 from jinja2 import TemplateError
 
+from pipelinerl.chat.families import FamilyRenderer
 from pipelinerl.chat.images import images_of, is_image
 from pipelinerl.chat.reading import ReadText
 from pipelinerl.chat.rendering import NO_SPANS, ChatRenderer, Rendered, plain_message
@@ -100,9 +102,9 @@ def extend(
     continued = [turn for turn in reversed(turns) if turn.tools == tools and _continues(history, turn)]
     for turn in sorted(continued, key=lambda turn: -len(turn.history)):
         count = len(turn.history)
-        between = _between_answers(renderer, turn, messages[count], messages[count + 1 :], kwargs)
-        if between is not None:
-            return _extended(renderer, turn, renderer.encode(between), messages), turn
+        ids = _ids_between(renderer, turn, messages[count:], kwargs)
+        if ids is not None:
+            return _extended(renderer, turn, ids, messages), turn
     return None
 
 
@@ -122,10 +124,20 @@ def _continues(history: History, turn: Turn) -> bool:
     return len(history) > count and history[count] in turn.answers and history[:count] == turn.history
 
 
-def _between_answers(
+def _ids_between(renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]) -> np.ndarray | None:
+    """Returns the ids between the turn's last token and the next answer. None if they cannot be told.
+
+    ``messages``: the turn's answer, and what follows it.
+    """
+    if isinstance(renderer, FamilyRenderer):
+        return renderer.ids_between(turn.prompt_ids, turn.completion_ids, messages, turn.tools, kwargs)
+    text = _text_between(renderer, turn, messages[0], messages[1:], kwargs)
+    return None if text is None else renderer.encode(text)
+
+
+def _text_between(
     renderer: ChatRenderer, turn: Turn, answer: dict, new: list[dict], kwargs: dict[str, Any]
 ) -> str | None:
-    """Returns the template's text between the turn's last token and the next answer. None if it cannot be told."""
     for known in _known_answers(answer):
         try:
             closed = renderer.render_text([QUESTION, known], turn.tools, kwargs, ask=False)

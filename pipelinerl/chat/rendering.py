@@ -1,6 +1,7 @@
 """Converts messages to tokens and back: renders whole conversations with a chat template, and caches the newest.
 
-It is pure except for the tokenizer, and never talks to a server. ``continuation`` finds the tokens of a later turn.
+It is pure except for the tokenizer, and never talks to a server. ``continuation`` finds the tokens of a later turn,
+``families`` renders without a template.
 """
 
 import contextlib
@@ -75,16 +76,19 @@ class ChatRenderer:
         if cached is not None:
             self._prompts.move_to_end(key)
             return cached
-        images = images_of(messages)
-        if images:
-            required_placeholder(self._tokenizer.name_or_path)  # a template of text alone could not render them
-        text = self.render_text(messages, tools, kwargs, ask=True)
-        rendered = self.with_images(text, self.encode(text), images)
+        rendered = self._rendered(messages, tools, kwargs)
         self._prompts[key] = rendered
         self._cached_bytes += _cached_bytes(key, rendered)
         while len(self._prompts) > CACHED_PROMPTS or self._cached_bytes > CACHED_BYTES:
             self._cached_bytes -= _cached_bytes(*self._prompts.popitem(last=False))
         return rendered
+
+    def _rendered(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
+        images = images_of(messages)
+        if images:
+            required_placeholder(self._tokenizer.name_or_path)  # a template of text alone could not render them
+        text = self.render_text(messages, tools, kwargs, ask=True)
+        return self.with_images(text, self.encode(text), images)
 
     def with_images(self, text: str, token_ids: np.ndarray, images: tuple[bytes, ...]) -> Rendered:
         """Returns a text whose placeholders, one per image, are found."""
@@ -123,14 +127,6 @@ def _keep_no_words(backend: Any) -> None:
     resize = getattr(model, "_resize_cache", None)  # BPE and Unigram have one
     if resize is not None:
         resize(0)
-
-
-def renderer_of(tokenizer: Any) -> ChatRenderer:
-    """Returns the tokenizer's renderer. There is one per tokenizer."""
-    renderer = getattr(tokenizer, "pipelinerl_renderer", None)
-    if renderer is None:
-        renderer = tokenizer.pipelinerl_renderer = ChatRenderer(tokenizer)
-    return renderer
 
 
 def _cached_bytes(key: bytes, rendered: Rendered) -> int:

@@ -301,6 +301,19 @@ def store_is_reached_by_all(config: Config) -> str | None:
     return None
 
 
+def renderer_is_alone(config: Config) -> str | None:
+    """Refuses a family's code beside a chat template, or for conversations to imitate, which a template renders."""
+    for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
+        if section.renderer is not None and section.chat_template is not None:
+            return f"`{name}.renderer` is {section.renderer} and `{name}.chat_template` is set: remove one of them"
+    if config.llm.renderer is not None and (config.stage == "sft" or config.sft.per_step):
+        return (
+            f"`llm.renderer` is {config.llm.renderer}, but `sft.datasets` are rendered with the chat template: set it "
+            "to null, or train on rollouts alone"
+        )
+    return None
+
+
 def judges_can_judge(config: Config) -> str | None:
     """Refuses judges of one name, without a server, with keys of the other kind, or whose opinions are all alike."""
     names = [judge.name for judge in config.judges]
@@ -328,6 +341,7 @@ def judges_can_judge(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    renderer_is_alone,
     judges_can_judge,
     deltas_in_store_are_said,
     store_is_reached_by_all,

@@ -168,7 +168,7 @@ def open_supervised(cfg: Config) -> SupervisedData | None:
     """The conversations of the run's `sft.datasets`. None: it imitates none."""
     from transformers import AutoTokenizer
 
-    from pipelinerl.chat.rendering import renderer_of
+    from pipelinerl.chat.families import renderer_of
 
     per_step = cfg.batch_size if cfg.stage == "sft" else cfg.sft.per_step
     if not per_step:

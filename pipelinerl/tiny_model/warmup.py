@@ -12,7 +12,7 @@ from random import Random
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipelinerl.chat.rendering import renderer_of
+from pipelinerl.chat.families import renderer_of
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings

@@ -34,7 +34,8 @@ FIELDS = {
     },
     TrainableLLM: {
         "base_url", "model_name", "tokenizer_name", "tokenizer", "parameters", "context_size", "collect_logprobs",
-        "chat_template_kwargs", "tool_parser", "reasoning_parser", "api_token", "max_retries", "base_delay",
+        "chat_template_kwargs", "renderer", "tool_parser", "reasoning_parser", "api_token", "max_retries",
+        "base_delay",
     },
 }  # fmt: skip
 

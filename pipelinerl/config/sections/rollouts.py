@@ -23,6 +23,11 @@ class LLMSection(Section):
         None,
         "chat template instead of the tokenizer's own: a file, or the name of one of the tokenizer's templates",
     )
+    renderer: str | None = key(
+        None,
+        "family of the package `renderers` whose code renders prompts instead of a chat template, e.g. `deepseek-v4`; "
+        "`chat_template_kwargs` are its options. Needs `pip install 'pipelinerl[renderers]'`",
+    )
     tool_parser: str | None = key(
         None,
         "format of the model's tool calls. Null = Hermes (Qwen), `rl_tool` = PipelineRL's, else the name of one of "
@@ -45,6 +50,7 @@ class EvaluationLLMSection(LLMSection):
     )
     chat_template_kwargs: dict[str, Any] = key({}, "arguments of the model's chat template", may_change=True)
     chat_template: str | None = key("${llm.chat_template}", "chat template", may_change=True)
+    renderer: str | None = key("${llm.renderer}", "family whose code renders prompts", may_change=True)
     tool_parser: str | None = key("${llm.tool_parser}", "format of the model's tool calls", may_change=True)
     reasoning_parser: str | None = key("${llm.reasoning_parser}", "format of the model's thoughts", may_change=True)
 

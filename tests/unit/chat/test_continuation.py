@@ -1,14 +1,14 @@
 """Every conversation of the families' own chat templates becomes one sequence of exactly the tokens that were sampled.
 
 The templates are those that TRL ships. What each writes between two answers is written down here by hand, and where
-`renderers` has the family, it is asked as well. The tokenizer is our own: single bytes, some merges, and the family's
-special tokens. What is sampled is spelled in bytes, as no encoder would, so that any token that was rendered again
-would show.
+`renderers` has the family, its code makes the same prompts. The tokenizer is our own: single bytes, some merges, and
+the family's special tokens. What is sampled is spelled in bytes, as no encoder would, so that any token that was
+rendered again would show.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-import renderers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -58,6 +57,8 @@ class Family:
     calls_at_once: int = 2
     thought: str = "<think>\n{}\n</think>\n\n"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    renderer: str = ""
+    """Family of `renderers` that renders instead of the template."""
 
 
 def hermes_results(end: str) -> Callable[[list[str]], str]:
@@ -123,7 +124,8 @@ FAMILIES = {
     ),
     "llama 3.1": Family(
         template="llama3_1",
-        special="<|begin_of_text|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|python_tag|>",
+        special="<|begin_of_text|> <|end_of_text|> <|eot_id|> <|eom_id|> <|start_header_id|> <|end_header_id|> "
+        "<|python_tag|>",
         end="<|eot_id|>", results=llama_results, parser="llama3_json", thought="", calls_at_once=1,
         user="<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -220,6 +222,7 @@ def policy(family: Family) -> tuple[TrainableLLM, Sampler]:
         tokenizer=tokenizer,
         tool_parser=family.parser,
         chat_template_kwargs=family.kwargs,
+        renderer=family.renderer,
         collect_logprobs=True,
     )
     llm.bind(RolloutState(sampler, turns=[]))
@@ -334,24 +337,25 @@ def common_prefix(one: list[int], other: list[int]) -> int:
     return int(different[0]) if len(different) else count
 
 
-NAMED = {
-    "qwen3 thinking": renderers.Qwen3RendererConfig(thinking_retention="all"),
-    "qwen3 not thinking": renderers.Qwen3RendererConfig(enable_thinking=False),
-    "qwen3.5": renderers.Qwen35RendererConfig(thinking_retention="all"),
-    "glm": renderers.GLM45RendererConfig(thinking_retention="all"),
-}
-
-
 @vllm_is_imported
-@pytest.mark.parametrize("name", NAMED)
-async def test_prompts_are_those_of_renderers(name: str) -> None:
-    calls, sampler, _, llm = await converse(FAMILIES[name], 2, as_openai_agents_keep_it)
-    named = renderers.create_renderer(llm.tokenizer, NAMED[name])
-    for before, after, i in zip(calls, calls[1:], range(len(calls)), strict=False):
-        new = after.prompt.messages[len(before.prompt.messages) + 1 :]
-        bridged = named.bridge_to_next_turn(sampler.prompts[i], sampler.sampled[i], new, tools=[TOOL])
-        assert bridged is not None
-        assert bridged.token_ids == sampler.prompts[i + 1]
+@pytest.mark.parametrize("keep", KEEPERS)
+@pytest.mark.parametrize(
+    ("name", "renderer"),
+    [
+        ("qwen3 thinking", "qwen3"),
+        ("qwen3 not thinking", "qwen3"),
+        ("qwen3.5", "qwen3.5"),
+        ("glm", "glm-4.5"),
+        ("llama 3.1", "llama-3"),
+    ],
+)
+async def test_family_of_renderers_makes_the_prompts_of_its_template(name: str, renderer: str, keep: Any) -> None:
+    """One sequence of 20 user turns, token by token that of the template: each is the other's oracle."""
+    _, by_template, _, _ = await converse(FAMILIES[name], 20, keep)
+    calls, by_code, _, llm = await converse(replace(FAMILIES[name], renderer=renderer), 20, keep)
+    assert llm.state.num_forks == 0
+    assert len(trained(llm, calls).sequences) == 1
+    assert by_code.prompts == by_template.prompts
 
 
 async def test_answer_that_was_cut_is_closed_as_the_template_closes_it() -> None:
@@ -395,6 +399,20 @@ async def test_prompt_that_changes_its_history_is_counted_and_right(
     begun = sampler.prompts[0] + sampler.sampled[0]
     whole = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert (sampler.prompts[1] == whole, sampler.prompts[1][: len(begun)] == begun) == (rendered, not rendered)
+
+
+@pytest.mark.parametrize(("renderer", "forks"), [("", 0), ("qwen3", 1)])
+async def test_thought_that_was_ended_without_its_end_is_continued_by_the_template_alone(
+    renderer: str, forks: int
+) -> None:
+    family = replace(FAMILIES["qwen3 thinking"], renderer=renderer)
+    llm, sampler = policy(family)
+    sampler.next, sampler.end = "<think>\nwhether", "<|im_end|>"
+    call = await llm_async_generate(llm, Prompt(messages=[ASKED]), NO_SESSION)
+    await llm_async_generate(llm, Prompt(messages=[ASKED, raw(call, family), NEXT]), NO_SESSION)
+    begun = sampler.prompts[0] + sampler.sampled[0]
+    assert llm.state.num_forks == forks
+    assert (sampler.prompts[1][: len(begun)] == begun) == (not forks)
 
 
 async def test_same_answer_in_two_conversations_continues_the_longer() -> None:

@@ -48,6 +48,7 @@ REFUSED = {
     "temperature_is_one_value": {"finetune__rl__temperature": 0.7},
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
+    "renderer_is_alone": {"llm__renderer": "qwen3", "llm__chat_template": "own.jinja"},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
