@@ -4,18 +4,25 @@ Owns the folder ``answers`` of an actor's job, with one file per attempt under w
 there before the attempt gets it. The file outlives worker, actor and launcher; the actor removes it when the group is
 published or dropped. A recorded answer is the server's, bit for bit: tokens, log-probabilities, weight versions.
 
-    file = frame of RecordedAnswer, frame of RecordedAnswer, …      (``streams.frames``; the offset counts the answers)
+    file = frame of RecordedAnswer, frame of RecordedAnswer, …, frame of PLAYED, …       (``streams.frames``)
 
-A write that a crash cut short, or that a power cut lost, ends the file: what follows is sampled again.
+The offset of a frame is its number in the file. A write that a crash cut short, or that a power cut lost, ends the
+file: what follows is sampled again. Each play that begins with recorded answers is noted behind them until it ends or
+records another one. What an attempt does with an answer may end its whole machine, time and again: after ``MAX_PLAYS``
+notes it is sampled anew.
+
+No rollout waits for the disk without a limit: it goes on, and what it is answered is not recorded.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -35,6 +42,11 @@ log = logging.getLogger(__name__)
 
 FOLDER = "answers"
 KEY_BYTES = 16
+PLAYED = b"played"
+MAX_PLAYS = 5
+WRITE_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 120.0
+"""After a crash, a worker's groups are read one after another."""
 
 
 class Diverged(TransportError):
@@ -58,7 +70,7 @@ class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _codec: Codec[RecordedAnswer] = Codec(RecordedAnswer)
-_disk = ThreadPoolExecutor(1, "answers")
+_reading, _writing = ThreadPoolExecutor(1, "answers_read"), ThreadPoolExecutor(1, "answers_written")
 
 
 def request_key(request: GenerateRequest) -> bytes:
@@ -82,63 +94,97 @@ class AttemptFile:
 
     Attributes:
         answers: those that the file held when it was opened, up to the first that is damaged or incomplete.
+        has_failed: whether the disk failed. Then the file stays as it is.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        content, self._is_failed = b"", False
+        content, self.has_failed = b"", False
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._fail(error)
-        self.answers, self._end = _read(content)
+            self.fail(error)
+        self.answers, self._end, self._plays = _read(content)
         self._count = len(self.answers)
 
-    def append(self, answer: RecordedAnswer) -> None:
-        """Writes one answer behind the last. After an error of the disk the file stays as it is."""
-        if self._is_failed:
+    def begin_play(self) -> None:
+        """Notes a play that begins with recorded answers. After ``MAX_PLAYS`` they are forgotten instead."""
+        if not self.answers:
             return
-        payload = _codec.encode(answer)
-        frame = header(self._count, payload) + payload
+        if self._plays >= MAX_PLAYS:
+            log.warning("event=recorded_answers_given_up file=%s plays=%d", self._path, self._plays)
+            self.clear()
+            return
+        self._plays += 1
+        self._write(b"".join(_frame(self._count + i, PLAYED) for i in range(self._plays)))
+
+    def end_play(self) -> None:
+        """Takes the notes back: the attempt ended, and its process outlived it."""
+        if self._plays:
+            self._plays = 0
+            self._write(b"")
+
+    def append(self, answer: RecordedAnswer) -> None:
+        """Writes one answer behind the last."""
+        frame = _frame(self._count, _codec.encode(answer))
+        if self._write(frame):
+            self._count += 1
+            self._plays = 0
+            self._end += len(frame)
+
+    def clear(self) -> None:
+        """Forgets all answers. The next one is written in their place."""
+        self.answers, self._end, self._count, self._plays = [], 0, 0, 0
+
+    def fail(self, reason: Exception | str) -> None:
+        """Writes nothing from now on."""
+        self.has_failed = True
+        log.warning("event=answer_not_recorded file=%s reason=%s", self._path, reason)
+
+    def _write(self, frames: bytes) -> bool:
+        """Writes frames behind the last answer, in the place of what is there. Returns whether the disk did."""
+        if self.has_failed:
+            return False
         try:
             # Opened for every answer: thousands of open files would leave no room for connections.
             with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
                 file.truncate(self._end)
                 file.seek(self._end)
-                if file.write(frame) != len(frame):
+                if file.write(frames) != len(frames):
                     raise OSError("no space is left")
         except OSError as error:
-            self._fail(error)
-            return
-        self._count += 1
-        self._end += len(frame)
-
-    def clear(self) -> None:
-        """Forgets all answers."""
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:
-            self._fail(error)
-        self.answers, self._end, self._count = [], 0, 0
-
-    def _fail(self, error: OSError) -> None:
-        self._is_failed = True
-        log.warning("event=answer_not_recorded file=%s reason=%s", self._path, error)
+            self.fail(error)
+            return False
+        return True
 
 
-def _read(content: bytes) -> tuple[list[RecordedAnswer], int]:
-    """Returns the answers at the beginning of a file that are whole, and where the last one ends."""
+def _frame(number: int, payload: bytes) -> bytes:
+    return header(number, payload) + payload
+
+
+def _read(content: bytes) -> tuple[list[RecordedAnswer], int, int]:
+    """Returns the answers at the beginning of a file that are whole, where the last one ends, and the plays noted."""
     answers: list[RecordedAnswer] = []
-    end = 0
+    end, plays, place = 0, 0, 0
     try:
-        while (frame := parse_frame(content, end, len(answers))) is not None:
-            answers.append(_codec.decode(frame.payload))
-            end = frame.end
+        while (frame := parse_frame(content, place, len(answers) + plays)) is not None:
+            place = frame.end
+            if frame.payload == PLAYED:
+                plays += 1
+            else:
+                answers.append(_codec.decode(frame.payload))
+                end = place
     except StreamError as error:
         log.warning("event=recorded_answers_damaged after=%d reason=%s", len(answers), error)
-    return answers, end
+    return answers, end, plays
+
+
+async def _written(function: Callable[..., None], *args: Any) -> None:
+    """Runs a function that writes. Raises ``TimeoutError`` when it takes too long: it may still run then."""
+    writing = asyncio.get_running_loop().run_in_executor(_writing, function, *args)
+    await asyncio.wait_for(writing, WRITE_TIMEOUT_S)
 
 
 class AnswerJournal:
@@ -150,25 +196,43 @@ class AnswerJournal:
 
     def __init__(self, job_folder: Path):
         self._folder = job_folder / FOLDER
+        self._removing: Future[None] | None = None
         make_folder(self._folder)
 
     async def open(self, group_id: str, attempts: Iterable[int]) -> dict[int, AttemptFile]:
-        """Reads the answers of a group, by attempt, without blocking the loop.
+        """Reads the answers of a group that is to be played, by attempt. Nothing if the disk does not answer in time.
 
         All at once: attempts that begin together ask together, and their equal first requests are joined.
         """
 
         def read() -> dict[int, AttemptFile]:
-            return {attempt: AttemptFile(self._path(group_id, attempt)) for attempt in attempts}
+            files = {attempt: AttemptFile(self._path(group_id, attempt)) for attempt in attempts}
+            for file in files.values():
+                file.begin_play()
+            return files
 
-        return await asyncio.get_running_loop().run_in_executor(_disk, read)
+        try:
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(_reading, read), READ_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("event=answers_not_recorded group=%s reason=disk_timeout", group_id)
+            return {}
 
     def remove(self, group_id: str, attempts: Iterable[int]) -> None:
-        """Forgets the answers of attempts that no worker plays."""
-        _remove(self._path(group_id, attempt) for attempt in attempts)
+        """Forgets the answers of attempts that no worker plays, before they are played anew."""
+        _remove([self._path(group_id, attempt) for attempt in attempts])
+
+    def resolve(self, group_id: str, attempts: Iterable[int]) -> None:
+        """Forgets the answers of a group that is published or dropped, in another thread. ``flush`` awaits it."""
+        self._removing = _writing.submit(_remove, [self._path(group_id, attempt) for attempt in attempts])
+
+    def flush(self) -> None:
+        """Waits until the answers of resolved groups are removed."""
+        if self._removing is not None:
+            self._removing.result()
 
     def clear(self) -> None:
         """Forgets all answers. No worker may play an attempt."""
+        self.flush()
         _remove(self._folder.iterdir())
 
     def _path(self, group_id: str, attempt: int) -> Path:
@@ -231,10 +295,25 @@ class AttemptTransport:
         try:
             tokens = await self._transport.generate(llm, request, session)
             answer = _recorded(key, request, tokens, self._route.used, overlapped=self._waiting > 1)
-            await asyncio.get_running_loop().run_in_executor(_disk, self._file.append, answer)
+            await self._record(answer)
         finally:
             self._waiting -= 1
         return tokens
+
+    async def _record(self, answer: RecordedAnswer) -> None:
+        """Records an answer. One for which the disk takes too long is the last of its attempt."""
+        if self._file.has_failed:
+            return
+        try:
+            await _written(self._file.append, answer)
+        except TimeoutError:
+            self._file.fail("disk_timeout")
+
+    async def end(self) -> None:
+        """Says that the attempt has ended."""
+        if self._file.answers:
+            with contextlib.suppress(TimeoutError):
+                await _written(self._file.end_play)
 
     def _take(self, key: bytes) -> RecordedAnswer | None:
         places = range(len(self._left)) if self._any_order else range(min(1, len(self._left)))

@@ -187,6 +187,7 @@ class Executor:
             return await play(transport, start.version)
         recording = AttemptTransport(file, transport, route)
         played = await play(recording, min([start.version, *recording.versions]))
+        await recording.end()
         ended = isinstance(played, Rollout) or played.reason not in failures.WORTH_REPEATING
         diverged = recording.has_diverged(ended)
         if diverged:

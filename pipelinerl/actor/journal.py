@@ -74,6 +74,7 @@ class TopicJournal:
     def save(self) -> None:
         """Syncs the records, writes a snapshot that covers them, then permits their deletion."""
         offset = self._groups.next_offset
+        self._answers.flush()  # nobody repeats it for a record that the snapshot covers
         self._groups.sync()
         save_snapshot(self._folder, self._progress.snapshot(offset))
         if self._cursor is not None:
@@ -83,4 +84,4 @@ class TopicJournal:
     def _apply(self, record: ActorRecord) -> None:
         self._progress.apply(record)
         if not isinstance(record, OrderResumed):
-            self._answers.remove(record.group_id, range(record.attempts))
+            self._answers.resolve(record.group_id, range(record.attempts))

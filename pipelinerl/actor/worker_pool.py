@@ -246,6 +246,7 @@ class RolloutWorkers:
         return None
 
     def _replace(self, worker: _Worker) -> Lost:
+        self._workers.remove(worker)
         worker.process.join(STOP_TIMEOUT_S)
         self._end(worker)
         lost = Lost(task_ids=tuple(worker.groups), exit_code=worker.process.exitcode)
@@ -254,7 +255,7 @@ class RolloutWorkers:
             raise DomainError(
                 f"a rollout worker ended with exit code {lost.exit_code} while it loaded the domain: see the log above"
             )
-        self._workers[self._workers.index(worker)] = self._spawn(worker.index)
+        self._workers.append(self._spawn(worker.index))
         return lost
 
     def _end(self, worker: _Worker) -> None:

@@ -76,7 +76,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
     if rank and config.launcher.engine == "local":
         return follow(make_plan(config, container, path, command_of), path, overrides, started)
     claim = run_dir.claim(path, container, force_restart=config.force_restart)
-    with claim.lock:
+    with run_dir.holding(claim):
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if claim.finished:
             write_roles_file(path, ())
@@ -208,7 +208,7 @@ async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: floa
         setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
         return await supervise(plan, path, start.resumed, started, connection)
     claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
-    with claim.lock:
+    with run_dir.holding(claim):
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if start.old_streams and not claim.resumed and has_streams(plan):
             raise ConfigError(old_streams_of(path, plan.config))

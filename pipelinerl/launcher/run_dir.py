@@ -12,7 +12,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -92,6 +93,21 @@ class Claim:
     finished: bool
     """Whether this experiment has been trained to its last step and summarised."""
     lock: IO[str]
+    made: tuple[Path, ...] = ()
+    """Files, and at last the folder itself, that were not there before."""
+
+
+@contextmanager
+def holding(claim: Claim) -> Iterator[None]:
+    """Hold the folder. If no run has been written into it in the end, what was made for the start is deleted."""
+    with claim.lock:
+        try:
+            yield
+        finally:
+            if not (claim.path / RUN_CONFIG).is_file():
+                with suppress(OSError):  # others have put something into the folder
+                    for made in claim.made:
+                        made.rmdir() if made == claim.path else made.unlink(missing_ok=True)
 
 
 def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> Claim:
@@ -105,6 +121,7 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
         ConfigError: the folder holds something else, cannot be written, or is used by another launcher.
     """
     owned = check_folder(path, container, force_restart=force_restart)
+    made = tuple(part for part in (path / LOG_FILE, path / LOCK_FILE, path) if not part.exists())
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115
@@ -122,7 +139,7 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
         lock.close()
         raise
     finished = resumed and is_finished(path, container["finetune"]["max_train_steps"])
-    return Claim(path=path, resumed=resumed, finished=finished, lock=lock)
+    return Claim(path=path, resumed=resumed, finished=finished, lock=lock, made=made)
 
 
 def take_lock(lock: IO[str], path: Path) -> None:

@@ -59,6 +59,7 @@ def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path) -> N
         "max_lag_steps=1",
         "actor.rollout_timeout_s=600",
         "launcher.hang_timeout_s=600",
+        "launcher.startup_timeout_s=900",  # a busy machine took more than 300 s to import vLLM
         timeout_s=RUN_TIMEOUT_S,
     )
     points = [point for point in read_metrics(run_dir, "finetune") if "logratio_abs_max" in point]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.whole_group import run_whole_group
-from pipelinerl.actor import failures
+from pipelinerl.actor import answer_journal, failures
 from pipelinerl.actor.answer_journal import (
     FOLDER,
+    MAX_PLAYS,
     AnswerJournal,
     AttemptFile,
     AttemptTransport,
@@ -67,6 +69,12 @@ def test_file_cut_at_any_byte_of_its_last_answer_keeps_the_others_and_goes_on(tm
     damaged = [content[:cut] for cut in range(ends[2], ends[3])]
     damaged += [content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :] for at in range(ends[2], ends[3])]
     damaged += [content[: ends[2]] + bytes(100), content[: ends[2]] + content[: ends[1]]]
+    path.write_bytes(content[: ends[2]])
+    for _ in range(2):
+        AttemptFile(path).begin_play()
+    played = path.read_bytes()
+    assert (len(played) > ends[2], keys(path)) == (True, [0, 1])
+    damaged += [played[:cut] for cut in range(ends[2], len(played) + 1)]
     for bytes_left in damaged:
         path.write_bytes(bytes_left)
         AttemptFile(path).append(answer_of(7))
@@ -96,7 +104,7 @@ def test_file_that_cannot_be_read_or_removed_costs_its_answers_and_nothing_else(
     journal = AnswerJournal(tmp_path)
     journal.remove("0-0", [0])
     journal.clear()
-    assert caplog.text.count("event=answer_not_recorded") == 2
+    assert caplog.text.count("event=answer_not_recorded") == 1
     assert caplog.text.count("event=recorded_answers_left") == 2
 
 
@@ -208,6 +216,7 @@ class Life:
         if die_at is None:
             return await task
         self.server.hold_at = before + die_at
+        self.server.held.clear()
         async with asyncio.timeout(10):
             await self.server.held.wait()
         task.cancel()
@@ -412,6 +421,73 @@ async def test_server_that_fails_costs_no_answer_when_the_attempt_is_tried_again
     assert (ended.rollouts[0].answers_from_journal, life.said[0]) == (1, told)
 
 
+# ---- a disk that does not answer, and answers that end the machine
+
+
+async def test_disk_that_does_not_answer_delays_no_rollout_for_long(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of an attempt, and before one. What was recorded before is played again."""
+    for limit in ("READ_TIMEOUT_S", "WRITE_TIMEOUT_S"):
+        monkeypatch.setattr(answer_journal, limit, 0.05)
+    hangs = threading.Event()
+
+    async def chat_over_a_hanging_disk(ask: Ask) -> None:
+        told = "?"
+        for turn in range(TURNS):
+            told = await ask(told)
+            if turn == 1:
+                for thread in (answer_journal._reading, answer_journal._writing):
+                    thread.submit(hangs.wait, 30.0)
+
+    try:
+        first = await life.play(chat_over_a_hanging_disk)
+        other = await life.play(chat, attempts=(4,))
+    finally:
+        hangs.set()
+    assert first is not None
+    assert other is not None
+    assert (len(first.rollouts), len(other.rollouts)) == (1, 1)
+    assert caplog.text.count("event=answer_not_recorded ") == 1, "the third answer's; no later one was tried"
+    assert caplog.text.count("event=answers_not_recorded group=d/1-2") == 1
+    monkeypatch.undo()
+    told = life.said
+    again = await life.play(chat)
+    assert again is not None
+    assert again.rollouts[0].answers_from_journal == 2
+    assert told[0] != life.said[0], "the other attempt has answers of its own"
+
+
+async def open_answers(life: Life) -> list[int]:
+    """How many answers each attempt of a process has that then dies at once."""
+    files = await AnswerJournal(life.folder).open("d/1-2", [3])
+    return [len(file.answers) for file in files.values()]
+
+
+async def test_attempt_whose_answers_end_the_machine_is_sampled_anew(life: Life) -> None:
+    await life.play(chat, die_at=3)
+    for _ in range(MAX_PLAYS):
+        assert await open_answers(life) == [3]
+    ended = await life.play(chat)
+    assert ended is not None
+    assert ended.rollouts[0].answers_from_journal == 0
+    assert len(life.server.requests) == 4 + TURNS
+
+
+async def test_play_that_goes_further_or_ends_does_not_count(life: Life) -> None:
+    await life.play(chat, die_at=2)
+    for turn in (1, 2):  # of those that are sampled: each play records one more
+        for _ in range(MAX_PLAYS - 2):
+            await open_answers(life)
+        await life.play(chat, die_at=1)
+        assert await open_answers(life) == [2 + turn]
+    for _ in range(MAX_PLAYS + 1):
+        ended = await life.play(chat)
+        assert ended is not None
+        assert ended.rollouts[0].answers_from_journal >= 4
+    assert len(life.server.requests) == 3 + 2 + 2 + 1
+
+
 # ---- who forgets the answers
 
 
@@ -469,12 +545,14 @@ def test_journal_removes_what_is_published_also_when_it_died_in_between(tmp_path
         journal = open_journal()
         record("0-0.0", "0-0.1", "0-1.0", "0-1.1", "0-2.0")
         journal.publish(dropped(0))
+        journal.save()
         assert files() == ["0-1.0", "0-1.1", "0-2.0"]
         journal.forget_answers("0-1", [1])
         assert files() == ["0-1.0", "0-2.0"]
         groups.write(dropped(1))
         again = open_journal()
         again.replay()
+        again.save()
         assert files() == ["0-2.0"]
         again.begin(OrderResumed(step=0, order=DataOrder(), published=0))
         assert files() == []

@@ -95,6 +95,32 @@ def test_claim_refused_folder_is_not_left_locked(container: dict, tmp_path: Path
     run_dir.claim(tmp_path / "run", container, force_restart=False).lock.close()
 
 
+def refuse(path: Path, container: dict) -> None:
+    """A start that a check refuses after the folder was claimed."""
+    with run_dir.holding(run_dir.claim(path, container, force_restart=False)):
+        (path / run_dir.LOG_FILE).touch()
+        raise ConfigError("by a check")
+
+
+def test_start_that_writes_no_run_leaves_the_folder_as_it_was(container: dict, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(ConfigError, match="by a check"):
+        refuse(path, container)
+    assert not path.exists()
+    (path / "lost+found").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="by a check"):
+        refuse(path, container)
+    assert [entry.name for entry in path.iterdir()] == ["lost+found"]
+
+
+def test_refused_start_of_a_run_that_is_there_keeps_it(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    with pytest.raises(ConfigError, match="by a check"):
+        refuse(tmp_path / "run", container)
+    assert (tmp_path / "run" / run_dir.LOG_FILE).exists()
+    assert (tmp_path / "run" / "actor_0" / "start.sh").exists()
+
+
 def test_claim_second_launcher_is_refused(container: dict, tmp_path: Path) -> None:
     with run_dir.claim(tmp_path / "run", container, force_restart=False).lock:
         with pytest.raises(ConfigError, match="another launcher is running in it"):
