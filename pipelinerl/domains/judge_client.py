@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -78,6 +79,15 @@ class _Classes(msgspec.Struct):
 _chat_answer, _classes = msgspec.json.Decoder(_JudgeAnswer), msgspec.json.Decoder(_Classes)
 
 
+@dataclass(eq=False)
+class _UnderWay:
+    """A verdict that is being asked for."""
+
+    task: asyncio.Task[Verdict]
+    waiting: int = 0
+    """How many wait for it."""
+
+
 class JudgeClient:
     """A client of one judge. ``judge_of`` makes one per process.
 
@@ -109,10 +119,10 @@ class JudgeClient:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._slots = asyncio.Semaphore(judge.concurrency)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._under_way: dict[bytes, _UnderWay] = {}
         self._takes_schema = True
         self.num_calls = 0
-        """Votes and numbers asked for so far."""
+        """Requests sent so far, with those that were repeated."""
 
     async def check(
         self, session: aiohttp.ClientSession, question: str | Messages, answer: str, reference: str = ""
@@ -138,12 +148,25 @@ class JudgeClient:
             return self._verdicts[name]
         if name not in self._under_way:
             task = asyncio.ensure_future(self._verdict(session, question, answer, reference))
-            self._under_way[name] = task
+            self._under_way[name] = _UnderWay(task)
             task.add_done_callback(functools.partial(self._keep, name))
-        return await asyncio.shield(self._under_way[name])
+        return await self._wait(name)
+
+    async def _wait(self, name: bytes) -> Verdict:
+        """Waits for a verdict under way. If the last one that waits for it is cancelled, it ends."""
+        verdict = self._under_way[name]
+        verdict.waiting += 1
+        try:
+            return await asyncio.shield(verdict.task)
+        finally:
+            verdict.waiting -= 1
+            if not verdict.waiting and not verdict.task.done():
+                del self._under_way[name]  # before it has ended: who asks now asks anew
+                verdict.task.cancel()
 
     def _keep(self, name: bytes, task: asyncio.Task[Verdict]) -> None:
-        del self._under_way[name]
+        if name in self._under_way and self._under_way[name].task is task:
+            del self._under_way[name]
         if not task.cancelled() and task.exception() is None:
             self._verdicts[name] = task.result()
             if len(self._verdicts) > MAX_KEPT:
@@ -210,13 +233,7 @@ class JudgeClient:
     async def _ask(
         self, session: aiohttp.ClientSession, request: dict[str, Any], schema: dict[str, Any] | None = None
     ) -> bytes:
-        """Counts and sends one request. A server that takes it only without the schema is then asked without it."""
-        if self._judge.max_calls is not None and self.num_calls >= self._judge.max_calls:
-            raise DomainError(
-                f"judge {self._judge.name}: this worker has asked {self.num_calls} times, as often as "
-                "`judges.max_calls` allows"
-            )
-        self.num_calls += 1
+        """Sends one request. A server that takes it only without the schema is then asked without it."""
         async with self._slots:
             if schema is not None and self._takes_schema:
                 try:
@@ -236,6 +253,7 @@ class JudgeClient:
         deadline, delay = time.monotonic() + self._patience_s, FIRST_DELAY_S
         timeout = aiohttp.ClientTimeout(total=self._judge.timeout_s)
         while True:
+            self._count_call()
             url = min(self._load, key=lambda one: (one in failed, self._load[one]))
             self._load[url] = self._load.pop(url) + 1  # the last of those that are equally loaded
             failure: Exception
@@ -272,6 +290,15 @@ class JudgeClient:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY_S)
 
+    def _count_call(self) -> None:
+        """Counts a request that is about to be sent. A repeated one costs as much as the first."""
+        if self._judge.max_calls is not None and self.num_calls >= self._judge.max_calls:
+            raise DomainError(
+                f"judge {self._judge.name}: this worker has asked {self.num_calls} times, as often as "
+                "`judges.max_calls` allows"
+            )
+        self.num_calls += 1
+
 
 class _RefusedError(VerifierError):
     """The server does not take this request."""
@@ -298,6 +325,8 @@ def _verdict(score: float, *, best: float, detail: str = "") -> Verdict:
 
 
 _clients: dict[tuple[str, ...], JudgeClient] = {}
+_resolved: tuple[DictConfig | None, dict[str, JudgeClient]] = None, {}
+"""The newest configuration and the judges that were found in it. A worker passes the same one to every rollout."""
 
 
 def judge_of(cfg: DictConfig, name: str) -> JudgeClient:
@@ -306,6 +335,16 @@ def judge_of(cfg: DictConfig, name: str) -> JudgeClient:
     Raises:
         DomainError: `judges` has none of this name, or it has no server.
     """
+    global _resolved
+    if _resolved[0] is not cfg:
+        _resolved = cfg, {}
+    known = _resolved[1]
+    if name not in known:
+        known[name] = _client_of(cfg, name)
+    return known[name]
+
+
+def _client_of(cfg: DictConfig, name: str) -> JudgeClient:
     found = [judge for judge in cfg.get("judges") or () if judge["name"] == name]
     if not found:
         names = [str(judge["name"]) for judge in cfg.get("judges") or ()]

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.chat.families import check_family
 from pipelinerl.config import paths, rules
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
@@ -329,8 +330,7 @@ def model(start: Start) -> list[str]:
         preflight.check_context(start.config)
         preflight.check_architecture(start.config)
     preflight.check_scoring_models(start.config)
-    preflight.check_judges(start.config)
-    return []
+    return preflight.check_judges(start.config)
 
 
 def standalone_roles(start: Start) -> list[str]:
@@ -340,6 +340,14 @@ def standalone_roles(start: Start) -> list[str]:
         raise ConfigError(f"`debug.mode` is {mode}: standalone roles run on one node, and this world has several")
     check_recording(start.config, start.world.trainer_world_size)
     return check_existing(start.config)
+
+
+def renderer(start: Start) -> list[str]:
+    """Refuse a family that `renderers` does not have, or options that it does not take."""
+    for section in (start.config.llm, start.config.test_llm):
+        if section.renderer is not None:
+            check_family(section.renderer, section.chat_template_kwargs)
+    return []
 
 
 def objective(start: Start) -> list[str]:
@@ -373,6 +381,7 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     store_of_weights,
     libraries,
     model,
+    renderer,
     objective,
     domain,
 )

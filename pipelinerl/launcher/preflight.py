@@ -18,8 +18,9 @@ from typing import Any
 
 from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.objective_rules import objective_is_default
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, scoring_models, server_options
+from pipelinerl.domains.judge_prompt import judge_messages
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.processes import describe_exit, run_helper
@@ -32,6 +33,8 @@ BUILD_TIMEOUT_S = 900.0
 COMPARE_TIMEOUT_S = 300.0
 COMPANIONS = ("torchvision", "torchaudio")
 """Packages of torch that transformers imports where they are installed."""
+CHARS_PER_TOKEN = 4
+"""Of English text, about."""
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
 PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
@@ -179,11 +182,53 @@ def check_scoring_models(config: Config) -> None:
         check_same_vocabulary(config.model_path, here, trust_remote_code=config.trust_remote_code)
 
 
-def check_judges(config: Config) -> None:
-    """Refuse a judge with servers in the run that is no model."""
+def check_judges(config: Config) -> list[str]:
+    """Refuse a judge with servers in the run that is no model, or whose context has no room for an answer.
+
+    Returns a warning if it has none for the longest answer. The context of a judge with a URL is not known.
+    """
+    warnings = []
+    longest_answer = int(config.llm.parameters["max_tokens"])
     for judge in config.judges:
-        if judge.url is None:
-            check_model(judge.model_path, "judges.model_path")
+        if judge.url is not None:
+            continue
+        check_model(judge.model_path, "judges.model_path")
+        known = [limit for limit in (max_model_len(config), find_context_limit(judge.model_path)) if limit is not None]
+        if not known:
+            continue
+        context, (said, asked) = min(known), _judge_tokens(judge)
+        room = context - said - asked
+        entry = (
+            f"`judges` entry {judge.name!r}: of {context} tokens of context ({judge.model_path}, "
+            f"`vllm_config.vllm_kwargs.max_model_len`), {said} are for its opinion (`judges.max_tokens`) and about "
+            f"{asked} for what it is told"
+        )
+        if room <= 0:
+            raise ConfigError(
+                f"{entry}: nothing is left for an answer; lower `judges.max_tokens`, or take another model"
+            )
+        read = min(longest_answer, judge.max_answer_chars // CHARS_PER_TOKEN)
+        if room < read:
+            warnings.append(
+                f"{entry}: about {room} are left for question and answer, and an answer may have {read}, so that long "
+                "ones get no verdict; lower `judges.max_answer_chars`"
+            )
+    return warnings
+
+
+def _judge_tokens(judge: JudgeSection) -> tuple[int, int]:
+    """Tokens of a judge's opinion, and about how many it is asked with beside question and answer."""
+    if judge.kind == "reward":
+        return 0, 0
+    messages = judge_messages(
+        *("", "", ""),
+        rubric=judge.rubric,
+        template=judge.template,
+        levels=judge.levels,
+        max_chars=judge.max_answer_chars,
+        secret=b"",
+    )
+    return judge.max_tokens, sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
 
 
 def check_model(model_path: str, key: str = "model_path") -> None:

@@ -93,7 +93,9 @@ class JudgeSection(Section):
     concurrency: PositiveInt = entry_key(64, "requests at a time per rollout worker", may_change=True)
     timeout_s: PositiveFloat = entry_key(120, "longest time of one request", may_change=True)
     max_calls: PositiveInt | None = entry_key(
-        None, "requests of one rollout worker, after which the run ends. Null = no limit", may_change=True
+        None,
+        "requests of one rollout worker, repeated ones too, after which the run ends. Null = no limit",
+        may_change=True,
     )
 
 

@@ -40,10 +40,13 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class Server:
-    """Answers every request as a function of its number says: a text, or (status, text)."""
+    """Answers every request as a function of its number says: a text, or (status, text).
 
-    def __init__(self, say: Callable[[int, dict[str, Any]], Any]):
-        self.say, self.requests, self.running, self.most = say, [], 0, 0
+    With ``cancels``, an answer that its client does not wait for any more is cancelled.
+    """
+
+    def __init__(self, say: Callable[[int, dict[str, Any]], Any], *, cancels: bool = False):
+        self.say, self.cancels, self.requests, self.running, self.most = say, cancels, [], 0, 0
         self.two_run = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -68,7 +71,7 @@ class Server:
     async def __aenter__(self) -> "Server":
         app = web.Application()
         app.router.add_post("/{path:.*}", self.handle)
-        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=self.cancels)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
@@ -273,6 +276,53 @@ async def test_spent_budget_ends_the_run_and_gives_no_reward(session: aiohttp.Cl
             await judge.check(session, "Q", "C")
 
 
+async def test_request_that_is_repeated_counts_again(session: aiohttp.ClientSession) -> None:
+    async with Server(lambda number, asked: (503, "starting")) as server:
+        judge = client(server.url, max_calls=3, patience_s=60)
+        with pytest.raises(DomainError, match=says("helpful", "max_calls", "3 times")):
+            await judge.check(session, "Q", "A")
+    assert judge.num_calls == len(server.requests) == 3
+
+
+async def test_verdict_that_nobody_waits_for_any_more_is_given_up(session: aiohttp.ClientSession) -> None:
+    """With its place among the requests at a time. Whoever still waits gets it, and who asks later asks anew."""
+    began, given_up, said = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def wait(number: int) -> str:
+        began.set()
+        try:
+            await said.wait()
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        return opinion(1, str(number))
+
+    async with Server(lambda number, asked: wait(number), cancels=True) as server, asyncio.timeout(20):
+        judge = client(server.url, concurrency=1)
+        first, second = (asyncio.ensure_future(judge.check(session, "Q", "A")) for _ in range(2))
+        await began.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        assert not given_up.is_set(), "one still waits"
+        second.cancel()
+        third = asyncio.ensure_future(judge.check(session, "Q", "A"))
+        await given_up.wait()
+        said.set()
+        assert (await third).detail == "2"
+    assert second.cancelled()
+
+
+async def test_configuration_is_read_once_for_all_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.domains.judge_client._clients", {})
+    monkeypatch.setattr("pipelinerl.domains.judge_client._resolved", (None, {}))
+    cfg = OmegaConf.create({"judges": [{"name": "helpful", "model_path": "m", "url": "http://127.0.0.1:9"}]})
+    first = judge_of(cfg, "helpful")
+    cfg.judges = []
+    assert judge_of(cfg, "helpful") is first
+    with pytest.raises(DomainError, match=says("helpful")):
+        judge_of(OmegaConf.create({"judges": []}), "helpful")
+
+
 async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> None:
     def say(number: int, asked: dict[str, Any]) -> Any:
         return {"data": [{"index": 0, "label": "x", "probs": [-1.5] if number == 1 else [0.2, 0.8], "num_classes": 1}]}
@@ -290,6 +340,7 @@ async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> 
 
 async def test_judged_domain_reports_every_judge_and_weighs_them(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pipelinerl.domains.judge_client._clients", {})
+    monkeypatch.setattr("pipelinerl.domains.judge_client._resolved", (None, {}))
     rows = [{"question": QUESTION, "answer": REFERENCE}, {"prompt": [{"role": "user", "content": "Say hello."}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sums, hello = load_problems([str(tmp_path / "rows.jsonl")], judges=["sums", "style"])

@@ -1,15 +1,15 @@
 """Checks before a start: packages that another build of torch was made for, and models."""
 
-import contextlib
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher.preflight import _is_plain, check_companions, check_context
+from pipelinerl.launcher.preflight import _is_plain, check_companions, check_context, check_judges
 from tests.says import says
 
 
@@ -88,5 +88,30 @@ def test_requests_longer_than_the_model_computes_are_refused(
     overrides = [f"model_path={tmp_path}", f"vllm_config.vllm_kwargs.max_model_len={longest}"]
     config = parse(compose("base_cpu", [*overrides, f"output_dir={tmp_path}"]))
     facts = says("vllm_config.vllm_kwargs.max_model_len", 97, 96, tmp_path)
-    with pytest.raises(ConfigError, match=facts) if is_refused else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=facts) if is_refused else nullcontext():
         check_context(config)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_answer_chars", "refused", "warned"),
+    [(4000, 20_000, True, False), (1024, 20_000, False, True), (1024, 4000, False, False)],
+)
+def test_judge_whose_context_has_no_room_for_an_answer_is_refused_or_warned_of(
+    tmp_path: Path, max_tokens: int, max_answer_chars: int, refused: bool, warned: bool
+) -> None:
+    """4,096 tokens of context. The built-in protocol and template have about 950 characters: some 240 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    judge = f"{{name: helpful, model_path: {tmp_path}, max_tokens: {max_tokens}, max_answer_chars: {max_answer_chars}}}"
+    overrides = [f"judges=[{judge}]", "world.preprocessor_fraction=1", f"output_dir={tmp_path}"]
+    config = parse(compose("base", [*overrides, f"model_path={tmp_path}"]))
+    warnings: list[str] = []
+    facts = says("judges.max_tokens", "helpful", 4096, 4000)
+    with pytest.raises(ConfigError, match=facts) if refused else nullcontext():
+        warnings = check_judges(config)
+    assert [("judges.max_answer_chars" in text) for text in warnings] == [True] * warned
+
+
+def test_context_of_a_judge_elsewhere_is_not_known(tmp_path: Path) -> None:
+    judge = "{name: helpful, model_path: gpt, url: 'https://host/v1', max_tokens: 100000}"
+    config = parse(compose("base", [f"judges=[{judge}]", f"model_path={tmp_path}", f"output_dir={tmp_path}"]))
+    assert check_judges(config) == []
