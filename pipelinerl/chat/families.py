@@ -120,7 +120,7 @@ def _plain(messages: list[dict]) -> list[dict]:
     import renderers
 
     plain = [plain_message(message) for message in messages]
-    names = renderers.extract_message_tool_names(plain)  # type: ignore[arg-type]
+    names = renderers.extract_message_tool_names(plain)
     return [message if name is None else {**message, "name": name} for message, name in zip(plain, names, strict=True)]
 
 

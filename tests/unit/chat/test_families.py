@@ -43,10 +43,11 @@ def family_of(tokens: str, family: str) -> FamilyRenderer:
 
 def test_tokenizer_has_one_renderer_of_each_family_and_one_of_its_template() -> None:
     tokenizer = tokenizer_with(QWEN3)
+    tokenizer.chat_template = "{{ messages[0].content }}!"
     assert renderer_of(tokenizer, "qwen3") is renderer_of(tokenizer, "qwen3")
     assert renderer_of(tokenizer) is renderer_of(tokenizer)
     texts = [renderer_of(tokenizer, family).render([ASKED], None, {}).text for family in ("", "qwen3")]
-    assert texts[1] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" != texts[0]
+    assert texts == ["hi!", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"]
 
 
 def test_options_of_the_family_are_those_of_each_prompt() -> None:
