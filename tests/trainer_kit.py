@@ -42,7 +42,7 @@ class FakeSender:
         self.text: ProbeText | None = None
         self.error: Exception | None = None
         self.stats = PushStats()
-        self.is_busy = False
+        self.num_answering, self.is_busy = 1, False
         """The test sets it; updates are announced when it is not."""
         self._announce: Callable[[Any], object] = lambda message: None
 

@@ -100,6 +100,8 @@ class Sender(Protocol):
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
     def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None: ...
     def check_with(self, text: ProbeText) -> None: ...
+    @property
+    def num_answering(self) -> int: ...
     def wait_for_servers(self, count: int, timeout_s: float) -> int: ...
     def send(
         self,
@@ -177,7 +179,7 @@ class WeightUpdates:
         Args:
             version: of the weights.
         Raises:
-            DeadlineError: the servers did not answer within `launcher.startup_timeout_s`.
+            DeadlineError: servers did not answer within `launcher.startup_timeout_s`. Those that have may be slow.
         """
         deadline = time.monotonic() + self._cfg.launcher.startup_timeout_s
         needed = 1 if resumed else num_servers
@@ -185,15 +187,14 @@ class WeightUpdates:
             if self._cfg.weights.probe:
                 self._prepare_probe(version, deadline)
             if self._sender is not None:
-                up = 0
-                while not self._stop() and (up := self._sender.wait_for_servers(needed, POLL_S)) < needed:
-                    self._check_start(deadline, needed, up)
+                while not self._stop() and self._sender.wait_for_servers(needed, POLL_S) < needed:
+                    self._check_start(self._sender, deadline, needed)
         self._send_when_allowed(version, at_start=True)
 
-    def _check_start(self, deadline: float, needed: int, up: int) -> None:
-        if time.monotonic() > deadline:
+    def _check_start(self, sender: Sender, deadline: float, needed: int) -> None:
+        if (missing := needed - sender.num_answering) > 0 and time.monotonic() > deadline:
             raise DeadlineError(
-                f"{needed - up} of {needed} awaited inference servers did not answer within "
+                f"{missing} of {needed} awaited inference servers did not answer within "
                 f"launcher.startup_timeout_s={self._cfg.launcher.startup_timeout_s:g}; "
                 "see actor_llm_*/log.txt in the run folder"
             )
@@ -208,7 +209,7 @@ class WeightUpdates:
             shape = text_shape(max_model_len(self._cfg) or MAX_LENGTH)
             while text is None and not self._stop():
                 text = self._sender.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
-                self._check_start(deadline, 1, 0)
+                self._check_start(self._sender, deadline, 1)
         self._text, is_new = self._engine.broadcast_object((text, is_new))
         if self._text is None:
             return

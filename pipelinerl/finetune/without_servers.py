@@ -51,6 +51,10 @@ class NoServers:
 
     def check_with(self, text: ProbeText) -> None: ...
 
+    @property
+    def num_answering(self) -> int:
+        return 0
+
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
         return count
 

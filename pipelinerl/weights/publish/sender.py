@@ -137,10 +137,15 @@ class WeightSender:
         return self._checker is not None and self._checker.wants_scores(is_idle=is_idle)
 
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
-        """Samples a text for the probe from the first server that answers. None if none answers in ``timeout_s``."""
+        """Samples a text for the probe from the first server that answers. None if it is not there in ``timeout_s``.
+
+        The next call goes on.
+        """
         assert self._checker is not None, "servers are not probed"
         deadline = time.monotonic() + timeout_s
-        while (text := self._checker.sample(shape, vocab_size, seed)) is None and time.monotonic() < deadline:
+        while (text := self._checker.sample(shape, vocab_size, seed, timeout_s)) is None:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(SAMPLE_POLL_S)
         return text
 
@@ -153,6 +158,11 @@ class WeightSender:
         """Starts calibrating servers on this text. A calibrated server counts as up."""
         if self._checker is not None:
             self._checker.begin(text)
+
+    @property
+    def num_answering(self) -> int:
+        """Servers that have answered since they joined."""
+        return sum(client.has_answered for client in self._pool)
 
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
         """Waits for ``count`` servers that may be sent weights, at most ``timeout_s``. Returns their number."""

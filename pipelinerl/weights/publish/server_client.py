@@ -43,6 +43,7 @@ class ServerClient:
     job: Job
     http: httpx.AsyncClient
     workers: tuple[Address, ...] = ()
+    has_answered: bool = False
     is_up: bool = False
     """It answers, and may be sent weights."""
     is_suspect: bool = False

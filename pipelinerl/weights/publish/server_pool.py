@@ -131,6 +131,7 @@ class ServerPool:
                 self._checker.stop_check(client.name)
         if isinstance(info, WeightInfo):
             client.workers, self._infos[client.name] = info.workers, info
+            client.has_answered = True
             takes_weights = bool(info.workers) or self._fetching is not None
             client.is_up = takes_weights and not client.is_expelled and self._admits(client, info.weight_version)
             if self._fetching is not None:

@@ -29,7 +29,14 @@ import numpy as np
 
 from pipelinerl.errors import TransportError, WeightUpdateError
 from pipelinerl.weights.verify.calibration import Baseline, LogprobVerdict, calibrate, check_version
-from pipelinerl.weights.verify.probe import COMPLETION, Continuation, ProbeClient, ProbeText, first_tokens
+from pipelinerl.weights.verify.probe import (
+    COMPLETION,
+    FIRST_TIMEOUT_S,
+    Continuation,
+    ProbeClient,
+    ProbeText,
+    first_tokens,
+)
 from pipelinerl.weights.verify.scores import (
     continue_request,
     read_continuation,
@@ -125,7 +132,7 @@ class WeightChecker:
     Args:
         secret: the run's bearer secret.
         tolerance: `weights.probe_tolerance`.
-        timeout_s: a server that does not answer within this time misses its probe.
+        timeout_s: a server in service that does not answer within this time misses its probe.
         report: called with every `Miss`, from any thread.
         passed: called when ``verified`` has changed, from any thread.
         base: `base_files.base_digest` of the base that servers must have loaded, where they are sent an adapter alone.
@@ -151,6 +158,7 @@ class WeightChecker:
         self._states: dict[str, CheckState] = {}
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="weight-check")
         self._text: ProbeText | None = None
+        self._sampling: Future[ProbeText | None] | None = None
         self._answering: set[str] = set()
         self._expected: dict[int, Expected] = {}
         self._scoring = LastScoring()
@@ -166,20 +174,23 @@ class WeightChecker:
         self._answering.discard(name)
         self._states.pop(name).server.close()
 
-    def sample(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
-        """Samples a probe text from the first server that answers. Returns None if none does.
+    def sample(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
+        """Samples a probe text from the first server that answers.
 
-        ``shape`` is (sequences, tokens of each).
+        Args:
+            shape: (sequences, tokens of each).
+            timeout_s: for this call. A slow server goes on sampling, and the next call waits for it.
+        Returns:
+            None: the text is not there yet, or no server answers.
         """
-        for name in sorted(self._answering):
-            state = self._states[name]
-            try:
-                rows = self._sample(state, first_tokens(vocab_size, shape[0], seed), shape[1] - 1, seed)
-            except ERRORS as error:
-                log.warning("event=probe_not_sampled server=%s error=%s", name, error)
-                continue
-            return ProbeText(token_ids=np.array(rows, dtype=np.int32))
-        return None
+        if self._sampling is None:
+            self._sampling = self._pool.submit(self._sample_from_any, shape, vocab_size, seed)
+        try:
+            text = self._sampling.result(timeout_s)
+        except FutureTimeoutError:
+            return None
+        self._sampling = None
+        return text
 
     def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
         """Has the first server that answers from the model's file continue prompts of these lengths. None: none does.
@@ -413,8 +424,18 @@ class WeightChecker:
         self._scoring = LastScoring(ended, ended - started)
         return scores.ravel(), scored.ravel()
 
+    def _sample_from_any(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
+        for name in sorted(self._answering):
+            try:
+                rows = self._sample(self._states[name], first_tokens(vocab_size, shape[0], seed), shape[1] - 1, seed)
+            except ERRORS as error:
+                log.warning("event=probe_not_sampled server=%s error=%s", name, error)
+                continue
+            return ProbeText(token_ids=np.array(rows, dtype=np.int32))
+        return None
+
     def _continue(self, state: CheckState, prompt: np.ndarray, seed: int) -> Continuation:
-        body = state.server.score(continue_request(prompt, COMPLETION, seed))
+        body = state.server.score(continue_request(prompt, COMPLETION, seed), FIRST_TIMEOUT_S)
         if (label := read_version(body)) != FROM_FILE:
             raise TransportError(f"it has the weights {label!r}, not those of the model's file")
         sampled, logprobs = read_continuation(body)
@@ -424,7 +445,7 @@ class WeightChecker:
         """Samples ``count`` tokens after each first one, all at once: nobody else uses the server yet."""
 
         def row(number: int, first: int) -> list[int]:
-            body = state.server.score(sample_request(first, count, seed + number))
+            body = state.server.score(sample_request(first, count, seed + number), FIRST_TIMEOUT_S)
             (choice,) = msgspec.json.decode(body)["choices"]
             if len(choice["token_ids"]) != count:
                 raise TransportError(f"{len(choice['token_ids'])} of {count} tokens were sampled")

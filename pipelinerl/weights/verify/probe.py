@@ -25,6 +25,9 @@ MAX_LENGTH = 256
 COMPLETION, SHORT_PROMPT, BEFORE = 64, 16, 8
 """Tokens of the completions that are compared at the start, of the short prompt, and of the long one's completion that
 are not beyond the threshold yet."""
+FIRST_TIMEOUT_S = 1800.0
+"""For an answer of a server that has none of the trainer's weights yet. It computes a whole text, perhaps with more
+roles than cores on its machine. A server that hangs is ended by its launcher."""
 FILE = "weights/probe.npz"
 """In the run folder."""
 
@@ -118,9 +121,10 @@ class ProbeClient:
         response = self._client.post(CHECK_PATH, content=body, headers={"Content-Type": "application/json"})
         return _checks.decode(_content(response))
 
-    def score(self, request: dict) -> bytes:
-        """Returns the answer to a request of `scores`."""
-        return _content(self._client.post(SCORE_PATH, json=request))
+    def score(self, request: dict, timeout_s: float | None = None) -> bytes:
+        """Returns the answer to a request of `scores`. ``timeout_s``: instead of the client's."""
+        limit = self._client.timeout if timeout_s is None else timeout_s
+        return _content(self._client.post(SCORE_PATH, json=request, timeout=limit))
 
     def close(self) -> None:
         self._client.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, DeadlineError
 from pipelinerl.finetune import updates
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.thresholds import Threshold
@@ -179,6 +179,21 @@ def test_error_of_the_sender_reaches_the_training_loop() -> None:
     harness.sender.error = OSError("disk full")
     with pytest.raises(OSError, match="disk full"):
         harness.updates.retry(1)
+
+
+@pytest.mark.parametrize("num_answering", [0, 2])
+def test_start_has_a_limit_for_servers_that_do_not_answer_and_none_for_slow_ones(num_answering: int) -> None:
+    """The second of two is ready at the sixth look."""
+    harness = Harness("launcher.startup_timeout_s=1e-9")
+    looks = iter(range(5))
+    harness.sender.wait_for_servers = lambda count, timeout_s: 1 if next(looks, None) is not None else 2  # type: ignore[method-assign]
+    harness.sender.num_answering = num_answering
+    if num_answering:
+        harness.updates.start(0, num_servers=2, resumed=False)
+        assert harness.sent == [0]
+    else:
+        with pytest.raises(DeadlineError, match=r"2 of 2 .*startup_timeout_s=1e-09"):
+            harness.updates.start(0, num_servers=2, resumed=False)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

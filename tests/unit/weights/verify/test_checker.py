@@ -146,12 +146,31 @@ def test_server_whose_base_computes_otherwise_is_not_verified_by_the_adapters_by
 
 
 def test_text_is_sampled_by_the_first_server_that_answers(harness: Harness) -> None:
-    assert harness.checker.sample((4, 50), 1000, 0) is None
+    assert harness.checker.sample((4, 50), 1000, 0, timeout_s=20) is None
     assert not harness.checker.admits("s0", "default")
-    text = harness.checker.sample((4, 50), 1000, 0)
+    text = harness.checker.sample((4, 50), 1000, 0, timeout_s=20)
     assert text is not None
     assert text.token_ids.shape == (4, 50)
     assert text.token_ids[0, 1:].tolist() == list(range(49))
+
+
+def test_server_that_is_slow_goes_on_with_its_first_text_and_is_asked_once() -> None:
+    """It takes longer than a server in service may take for its probe, and longer than each call waits."""
+    with contextlib.closing(Harness(timeout_s=0.05)) as harness:
+        harness.checker.admits("s0", "default")
+        is_computed, answer = threading.Event(), harness.server.score
+
+        def slowly(body: dict[str, Any]) -> dict[str, Any]:
+            assert is_computed.wait(20)
+            return answer(body)
+
+        harness.server.score = slowly  # type: ignore[method-assign]
+        for _ in range(3):
+            assert harness.checker.sample((4, 50), 1000, 0, timeout_s=0.1) is None
+        is_computed.set()
+        text = harness.checker.sample((4, 50), 1000, 0, timeout_s=20)
+        assert text is not None
+        assert harness.server.scored == 4, "each of its sequences"
 
 
 def test_sequences_of_the_text_are_sampled_at_once(harness: Harness) -> None:
@@ -163,7 +182,7 @@ def test_sequences_of_the_text_are_sampled_at_once(harness: Harness) -> None:
         return answer(body)
 
     harness.server.score = together  # type: ignore[method-assign]
-    text = harness.checker.sample((4, 50), 1000, 0)
+    text = harness.checker.sample((4, 50), 1000, 0, timeout_s=20)
     assert text is not None
     assert text.token_ids[:, 0].tolist() == first_tokens(1000, 4, 0)
 
