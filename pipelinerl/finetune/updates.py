@@ -183,9 +183,10 @@ class WeightUpdates:
         """
         deadline = time.monotonic() + self._cfg.launcher.startup_timeout_s
         needed = 1 if resumed else num_servers
-        with self._status.waiting("inference servers to start", on="actor_llm"):
-            if self._cfg.weights.probe:
+        if self._cfg.weights.probe:
+            with self._status.waiting("the first text of an inference server", on="actor_llm"):
                 self._prepare_probe(version, deadline)
+        with self._status.waiting("inference servers to start", on="actor_llm"):
             if self._sender is not None:
                 while not self._stop() and self._sender.wait_for_servers(needed, POLL_S) < needed:
                     self._check_start(self._sender, deadline, needed)

@@ -141,6 +141,8 @@ def describe_run(
     elif starting or not statuses:
         causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
         parts = [f"starting, {now - since:.0f} s", *causes]
+    elif not step and (causes := [what_starts(name, s, now) for name, s in statuses.items() if waits_for_server(s)]):
+        parts = [f"first weights, {now - since:.0f} s", *causes]
     elif not step:
         parts = [f"first rollouts, {now - since:.0f} s", *first_answers(metrics, statuses)]
     else:
@@ -157,6 +159,11 @@ def is_starting(status: StatusRecord) -> bool:
 def waits_for_role(status: StatusRecord) -> bool:
     """Whether the role waits for another role."""
     return bool(status.waits) and status.waits[0].on not in (None, LAUNCHER)
+
+
+def waits_for_server(status: StatusRecord) -> bool:
+    """Whether the role waits until servers are ready for the first weights."""
+    return bool(status.waits) and status.waits[0].on == "actor_llm"
 
 
 def what_starts(name: str, status: StatusRecord, now: float) -> str:

@@ -59,6 +59,14 @@ def test_evaluation_says_how_far_it_is() -> None:
     assert line(role("actor_0", evaluating=None), step=160) == "ending: the last evaluation and saves"
 
 
+def test_what_comes_before_the_first_weights_is_named() -> None:
+    text = Wait(what="the first text of an inference server", on="actor_llm", since=NOW - 7)
+    weights = Wait(what="the first weights", on="finetune_0", since=NOW - 12)
+    assert line(role("actor_0", waits=(weights,)), role("finetune_0", waits=(text,))) == (
+        "first weights, 12 s  finetune_0: the first text of an inference server 7 s"
+    )
+
+
 def test_first_rollouts_are_counted() -> None:
     assert line(role("actor_0"), metrics={"rollouts": 64}) == "first rollouts, 12 s  64 rollouts"
 
