@@ -481,7 +481,7 @@ async def test_play_that_goes_further_or_ends_does_not_count(life: Life) -> None
             await open_answers(life)
         await life.play(chat, die_at=1)
         assert await open_answers(life) == [2 + turn]
-    for _ in range(MAX_PLAYS + 1):
+    for _ in range(MAX_PLAYS + 2):
         ended = await life.play(chat)
         assert ended is not None
         assert ended.rollouts[0].answers_from_journal >= 4
