@@ -221,7 +221,9 @@ def _judge_tokens(judge: JudgeSection) -> tuple[int, int]:
     if judge.kind == "reward":
         return 0, 0
     messages = judge_messages(
-        *("", "", ""),
+        question="",
+        answer="",
+        reference="",
         rubric=judge.rubric,
         template=judge.template,
         levels=judge.levels,
