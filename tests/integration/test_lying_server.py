@@ -1,6 +1,5 @@
 """Two real vLLM servers, one of which swallows every update from some version on: the run goes on without it."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,26 +11,11 @@ from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, ProbeMissed, RolloutGroup, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from tests.vllm_plugin import environment_with
 
-HOOK = Path(__file__).parents[1] / "liar_hook"
 LIAR, SINCE, PROBE_S = "actor_llm_1", 3, 2.0
 STEPS = 16
 RUN_TIMEOUT_S = 1800
-
-
-def install_liar(folder: Path) -> dict[str, str]:
-    """Makes the liar a plugin of vLLM for processes with the returned environment, and nowhere else."""
-    described = folder / "liar-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: liar\nVersion: 1.0\n")
-    (described / "entry_points.txt").write_text("[vllm.general_plugins]\nliar = liar:register\n")
-    path = os.pathsep.join(part for part in (str(folder), str(HOOK), os.environ.get("PYTHONPATH", "")) if part)
-    return os.environ | {
-        "PYTHONPATH": path,
-        "LIAR_SERVER": LIAR,
-        "LIAR_SINCE": str(SINCE),
-        "LIAR_PROBE_S": str(PROBE_S),
-    }
 
 
 @pytest.mark.slow
@@ -51,9 +35,9 @@ def test_real_server_that_swallows_updates_is_expelled_and_its_samples_are_not_t
         *([] if backend == "push" else ["weights.backend=store", f"weights.store={tmp_path / 'store'}"]),
     ]
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", *given]
-    done = subprocess.run(
-        command, env=install_liar(tmp_path), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
-    )
+    lies = {"LIAR_SERVER": LIAR, "LIAR_SINCE": str(SINCE), "LIAR_PROBE_S": str(PROBE_S)}
+    env = environment_with("liar", tmp_path) | lies
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
     ledger = read_ledger(run_dir)  # sets the streams backend

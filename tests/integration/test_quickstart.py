@@ -1,4 +1,7 @@
-"""The main job, as a newcomer runs it: launcher, real vLLM, actor, preprocessor, trainer, weights over Gloo."""
+"""The main job, as a newcomer runs it: launcher, real vLLM, actor, preprocessor, trainer, weights over TCP.
+
+A slow second run has a server that schedules and swaps as on a GPU (`as_on_gpu_hook`), and must learn as well.
+"""
 
 import json
 import os
@@ -18,8 +21,10 @@ from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
 from tests.sender_kit import wait_for
+from tests.vllm_plugin import environment_with
 
 RUN_TIMEOUT_S = 900
+SCHEDULED_AHEAD = "a step was scheduled before the samples of the one before were read"
 
 
 def _trained(run_dir: Path) -> int:
@@ -30,10 +35,18 @@ def launch(run_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}", *overrides]
 
 
+@pytest.fixture(scope="module", params=["on_cpu", pytest.param("as_on_gpu", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("quickstart") / "run"
-    process = subprocess.run(launch(run_dir), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+def finished_run(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    run_dir, env = folder / "run", environment_with(server, folder) if server == "as_on_gpu" else None
+    process = subprocess.run(
+        launch(run_dir), env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     return run_dir
 
@@ -66,6 +79,11 @@ def test_quickstart_learns_on_held_out_problems(summary: dict):
     assert 80 < summary["weight_updates"] <= 160, "a version may be skipped while the server still takes the one before"
     assert summary["aborted_requests"] == 0
     assert summary["lag_steps"]["max"] <= 3
+
+
+def test_quickstart_server_schedules_ahead_of_the_samples_only_as_on_a_gpu(finished_run: Path, server: str):
+    log = (finished_run / "actor_llm_0" / "log.txt").read_text()
+    assert (SCHEDULED_AHEAD in log) == (server == "as_on_gpu")
 
 
 def test_quickstart_first_log_ratio_is_zero_trainer_and_server_agree(finished_run: Path):
