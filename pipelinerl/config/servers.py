@@ -114,13 +114,16 @@ def requests_per_worker(config: Config, num_servers: int) -> int:
 def server_options(config: Config) -> dict[str, Any]:
     """`vllm_config.vllm_kwargs` with one spelling per option: dashes, and `x: false` for `no-x`.
 
+    `x.y` sets a part of the option `x`. The name of the part, behind the dot, stays as it is.
+
     Raises:
-        ConfigError: an option is named twice with different values.
+        ConfigError: an option is named twice with different values, or whole and in parts.
     """
     options: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     for key, value in config.vllm_config.vllm_kwargs.items():
-        name = key.replace("_", "-")
+        option, *part = key.split(".", 1)
+        name = ".".join([option.replace("_", "-"), *part])
         if name.startswith("no-") and value in ("", True):
             name, value = name.removeprefix("no-"), False
         if name in options and options[name] != value:
@@ -130,9 +133,20 @@ def server_options(config: Config) -> dict[str, Any]:
                 f"set {first} alone"
             )
         options[name], spelt[name] = value, key
+    for name in options:
+        if (whole := option_of(name)) != name and whole in options:  # vLLM would read the parts alone
+            raise ConfigError(
+                f"`vllm_config.vllm_kwargs` names {spelt[whole]} and {spelt[name]}: set {spelt[whole]} alone, with "
+                "that in it"
+            )
     if options.get("max-num-seqs") == "auto":  # as actor.llm_max_rollouts, from which it is taken
         options["max-num-seqs"] = MOST_ROLLOUTS
     return options
+
+
+def option_of(name: str) -> str:
+    """The option that a name of `server_options` sets, whole or a part of it: `x` for `x` and `x.y`."""
+    return name.partition(".")[0]
 
 
 def max_model_len(config: Config) -> int | None:

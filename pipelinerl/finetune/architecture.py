@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
+from pipelinerl.finetune.engines.experts import expert_modules
 from pipelinerl.finetune.image_check import check_images
 from pipelinerl.finetune.images import ImageReader, attention_of, takes_images
 from pipelinerl.finetune.longrope import fix_longrope
@@ -63,6 +64,7 @@ def examine(
     trust_remote_code: bool = False,
     longest: int | None = None,
     has_reference: bool = False,
+    divides_experts: bool = False,
 ) -> Architecture:
     """Find how the trainer computes the model at ``source``.
 
@@ -74,6 +76,7 @@ def examine(
         trust_remote_code: `trust_remote_code`.
         longest: `max_model_len` of the run's servers, the tokens of its longest document. None: any number.
         has_reference: whether the run has reference servers.
+        divides_experts: whether ranks divide the experts of a layer.
     Raises:
         ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
     """
@@ -91,6 +94,8 @@ def examine(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         lm = small_copy(config, trust_remote_code, longest).lm
+    if divides_experts:
+        expert_modules(lm)
     if takes_images(lm):
         if seq_parallel > 1:
             raise ConfigError(
@@ -323,6 +328,7 @@ def main() -> None:
     parser.add_argument("--seq-parallel", type=int, default=1, help="`finetune.seq_parallel`")
     parser.add_argument("--longest", type=int, help="`max_model_len` of the servers")
     parser.add_argument("--has-reference", action="store_true", help="the run has reference servers")
+    parser.add_argument("--divides-experts", action="store_true", help="`finetune.expert_ranks` is above 1")
     parser.add_argument("--trust-remote-code", action="store_true", help="`trust_remote_code`")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -335,6 +341,7 @@ def main() -> None:
             trust_remote_code=args.trust_remote_code,
             longest=args.longest,
             has_reference=args.has_reference,
+            divides_experts=args.divides_experts,
         )
     )
     print(json.dumps({"refusal": refusal}))

@@ -17,6 +17,7 @@ from pipelinerl.config.servers import (
     SideModel,
     devices_per_node,
     devices_per_server,
+    option_of,
     sends_adapter,
     served_path,
     server_options,
@@ -88,9 +89,7 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
         settings["max-model-len"] = min(settings["max-model-len"], limit or math.inf)
     if job.kind == "actor_llm" and cfg.weights.probe and isinstance(settings.get("max-num-seqs"), int):
         settings["max-num-seqs"] += 1  # the weight probe takes no place from the rollouts
-    head = _head_overrides(cfg, settings)
-    if head:
-        settings["hf-overrides"] = head
+    settings |= _head_overrides(cfg, settings)
     return tuple(argument for key, value in settings.items() for argument in _render(key, value))
 
 
@@ -230,8 +229,9 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
 
 def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key, value in user.items():
-        if key in RESERVED and (key not in own or own[key] != value):
-            raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {RESERVED[key]}")
+        reason = RESERVED.get(option_of(key))
+        if reason is not None and (key not in own or own[key] != value):
+            raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {reason}")
 
 
 def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) -> None:
@@ -242,13 +242,16 @@ def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) 
         )
 
 
-def _head_overrides(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns `hf-overrides` with a float32 head, unless the model is in float32. The user's overrides win."""
+def _head_overrides(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the setting that makes the head float32, unless the model is in float32. The user's overrides win."""
     if not cfg.fp32_lm_head or settings.get("dtype") in ("float32", "float"):
-        return None
+        return {}
+    if any(key.startswith("hf-overrides.") for key in settings):  # vLLM joins these, and takes no whole beside them
+        key = "hf-overrides.head_dtype"
+        return {key: settings.get(key, "float32")}
     given = settings.get("hf-overrides") or {}
     overrides = json.loads(given) if isinstance(given, str) else dict(given)
-    return {"head_dtype": "float32"} | overrides
+    return {"hf-overrides": {"head_dtype": "float32"} | overrides}
 
 
 def _render(key: str, value: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.objective_rules import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
-from pipelinerl.config.servers import max_model_len, scoring_models, server_options
+from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
 from pipelinerl.domains.judge_prompt import judge_messages
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.launcher.commands import inherited_environment
@@ -250,7 +250,8 @@ def check_model(model_path: str, key: str = "model_path") -> None:
 def check_context(config: Config) -> None:
     """Refuse requests that are longer than what the policy, or a model that scores its answers, computes."""
     longest = max_model_len(config)
-    is_forced = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or "hf-overrides" in server_options(config)
+    overrides = "hf-overrides" in map(option_of, server_options(config))
+    is_forced = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or overrides
     for path in (config.model_path, *(model.path for model in scoring_models(config))):
         limit = find_context_limit(path)
         if limit is not None and longest is not None and longest > limit and not is_forced:
@@ -275,6 +276,7 @@ def check_architecture(config: Config) -> None:
     longest = max_model_len(config)
     argv += ["--longest", str(longest)] * (longest is not None)
     argv += ["--has-reference"] * (config.world.preprocessor_fraction > 0)
+    argv += ["--divides-experts"] * ((finetune.expert_ranks or 1) > 1)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
     code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
     if code != 0 or not output.strip():

@@ -80,6 +80,8 @@ def shared_gpu_line() -> list[str]:
     shared = load.parse(load.compose("base_1gpu", overrides))
     node = Node(rank=0, hostname="127.0.0.1", devices=1)
     world = map_world(shared, Cluster(accelerator="cuda", nodes=(node,)), check=False)
+    kwargs = shared.vllm_config.vllm_kwargs | {"hf_overrides.rope_theta": 5.0}
+    shared = shared.model_copy(update={"vllm_config": shared.vllm_config.model_copy(update={"vllm_kwargs": kwargs})})
     return list(vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30))
 
 
@@ -120,6 +122,10 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, servers, p
 def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm(shared_gpu_line, parsed):
     line = shared_gpu_line
     assert parsed[-2]["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
+
+
+def test_part_of_an_option_does_not_lose_the_float32_head_in_vllm(parsed):
+    assert parsed[-2]["hf_overrides"] == {"rope_theta": 5.0, "head_dtype": "float32"}
 
 
 def test_names_of_options_that_are_read_from_vllms_source_are_those_of_its_parser(parsed):

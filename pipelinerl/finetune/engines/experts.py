@@ -91,7 +91,8 @@ def expert_modules(lm: nn.Module) -> list[nn.Module]:
     """The experts of each layer that has some.
 
     Raises:
-        ConfigError: there are none, or they are not called with the router's choice.
+        ConfigError: there are none, they are not called with the router's choice, or not every parameter is divided by
+            experts alone (experts in a module of their own, experts without parameters).
     """
     found = [module for name, module in lm.named_modules() if name.rpartition(".")[2] == EXPERTS]
     if not found:
@@ -101,6 +102,13 @@ def expert_modules(lm: nn.Module) -> list[nn.Module]:
             raise ConfigError(
                 f"`finetune.expert_ranks` is set, but {type(module).__name__} does not take the router's choice by the "
                 f"names {', '.join(CHOICE)}: set it to null"
+            )
+        sizes = {name: parameter.shape[0] for name, parameter in module.named_parameters()}
+        count = getattr(module, "num_experts", None)
+        if odd := next((name for name, size in sizes.items() if size != count or "." in name), None):
+            raise ConfigError(
+                f"`finetune.expert_ranks` is set, but {type(module).__name__} (num_experts={count}) keeps {odd} with "
+                f"{sizes[odd]} rows, which ranks cannot divide by experts: set it to null"
             )
     return found
 

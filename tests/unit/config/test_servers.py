@@ -26,6 +26,16 @@ def test_server_options_have_dashes_and_no_negations() -> None:
     }
 
 
+def test_part_of_an_option_keeps_its_name_behind_the_dot() -> None:
+    parts = {"hf_overrides.rope_theta": 5.0, "compilation_config.pass_config.fuse_norm_quant+": "x"}
+    assert server_options(config(**parts)) == {
+        "hf-overrides.rope_theta": 5.0,
+        "compilation-config.pass_config.fuse_norm_quant+": "x",
+    }
+    with pytest.raises(ConfigError, match=says("hf_overrides and hf-overrides.rope_theta", "set hf_overrides alone")):
+        server_options(config(**{"hf-overrides.rope_theta": 5.0, "hf_overrides": {"head_dtype": "float32"}}))
+
+
 def test_server_options_named_twice_must_agree() -> None:
     assert server_options(config(**{"max_model_len": 5, "max-model-len": 5})) == {"max-model-len": 5}
     with pytest.raises(ConfigError, match=says("max_model_len=5", "max-model-len=6")):

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
+from transformers import LongcatFlashConfig, Qwen3MoeConfig
+from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from pipelinerl.errors import ConfigError
@@ -19,6 +22,7 @@ from tests.says import says
 
 NO_MESH: Any = None
 EXPERTS, HIDDEN, CHOSEN = 6, 4, 2
+LONGCAT = LongcatFlashConfig(hidden_size=4, expert_ffn_hidden_size=4, n_routed_experts=4, zero_expert_num=2)
 
 
 def group_of(index: int, size: int, link: Any = None) -> ExpertGroup:
@@ -125,3 +129,17 @@ def test_model_whose_experts_cannot_be_divided_is_refused() -> None:
     listed = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(ConfigError, match=says("ModuleList does not take the router's choice")):
         expert_modules(listed)
+
+
+@pytest.mark.parametrize(
+    ("experts", "kept"),
+    [
+        (DbrxExperts(DbrxFFNConfig(hidden_size=4, ffn_hidden_size=4, moe_num_experts=2)), "mlp.w1 with 8 rows"),
+        (LongcatFlashExperts(LONGCAT), "gate_up_proj with 6 rows"),
+    ],
+    ids=["in a module of their own", "some without parameters"],
+)
+def test_experts_whose_parameters_are_not_divided_by_experts_are_refused(experts: nn.Module, kept: str) -> None:
+    message = says(f"{type(experts).__name__} (num_experts=", f"keeps {kept}", "set it to null")
+    with pytest.raises(ConfigError, match=message):
+        divide_experts(nn.ModuleDict({"experts": experts}), group_of(0, 2))

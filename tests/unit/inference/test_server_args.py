@@ -189,6 +189,30 @@ def test_users_kwargs_win_in_any_spelling() -> None:
     assert "--swap-space" not in found
 
 
+def with_options(**options: object) -> Config:
+    cfg = config()
+    given = cfg.vllm_config.vllm_kwargs | options
+    return cfg.model_copy(update={"vllm_config": cfg.vllm_config.model_copy(update={"vllm_kwargs": given})})
+
+
+def test_overrides_of_parts_of_the_model_keep_the_float32_head() -> None:
+    """vLLM joins the parts, and takes them in the place of a whole option."""
+    parts = {"hf_overrides.rope_theta": 5.0, "compilation_config.max_cudagraph_capture_size": 8}
+    found = settings(vllm_arguments(with_options(**parts), world("cuda"), POLICY))
+    wanted = {"--hf-overrides.rope_theta": "5.0", "--hf-overrides.head_dtype": "float32"}
+    assert {key: value for key, value in found.items() if "hf-overrides" in key} == wanted
+    assert found["--compilation-config.max_cudagraph_capture_size"] == "8"
+    users = settings(vllm_arguments(with_options(**{"hf_overrides.head_dtype": "bfloat16"}), world("cuda"), POLICY))
+    assert {key: value for key, value in users.items() if "hf-overrides" in key} == {
+        "--hf-overrides.head_dtype": "bfloat16"
+    }
+
+
+def test_part_of_an_option_that_the_run_sets_is_refused() -> None:
+    with pytest.raises(ConfigError, match=says("weight-transfer-config.backend", "set weights.backend")):
+        vllm_arguments(with_options(**{"weight_transfer_config.backend": "nccl"}), world(), POLICY)
+
+
 def test_vllms_own_metrics_are_off_until_they_are_wanted() -> None:
     assert settings(vllm_arguments(config(), world(), POLICY))["--disable-log-stats"] is True
     wanted = config("+vllm_config.vllm_kwargs.disable_log_stats=false")
