@@ -75,6 +75,7 @@ PRECISIONS = {
     "float32": ("finetune.dtype=float32", "finetune.gradient_checkpointing=false"),
     "bfloat16": ("finetune.gradient_checkpointing=false",),
     "bfloat16, recomputed": ("finetune.gradient_checkpointing=true",),
+    "bfloat16, selective": ("finetune.gradient_checkpointing=selective",),
     "float32, adapters": (
         "finetune.dtype=float32",
         "finetune.gradient_checkpointing=false",

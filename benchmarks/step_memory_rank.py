@@ -144,7 +144,7 @@ def measure(cfg: Any, world_size: int, rank: int, device: torch.device) -> dict[
         with allocations.phase("loading"):
             engine = load_engine(cfg, device, world_size)
         allocations.add("loading", [*engine.policy.parameters(), *engine.policy.buffers()])
-        rules = make_rules(engine.policy, cfg)
+        rules = make_rules(engine, cfg)
         vocab, length = engine.policy.lm.config.vocab_size, cfg.finetune.seq_length
         samples = make_samples(rank, 4 * MICRO_BATCHES, vocab_size=vocab, lengths=(length // 4, length // 4))
         records = pack(samples, [range(4 * i, 4 * i + 4) for i in range(MICRO_BATCHES)])

@@ -19,6 +19,10 @@ ENGINES = {
     "zero3": ("deepspeed", []),  # the file comes from shard_everything()
     "fsdp2": ("fsdp2", []),
     "fsdp2_shards": ("fsdp2", ["finetune.shard_gradients=true"]),
+    "fsdp2_offload": (
+        "fsdp2",
+        ["finetune.shard_gradients=true", "finetune.cpu_offload=true", "finetune.gradient_checkpointing=selective"],
+    ),
     "ddp": ("ddp", []),
 }
 SEVERAL_COPIES = {

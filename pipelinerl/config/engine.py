@@ -86,7 +86,7 @@ TRAITS = {
     "fsdp2": EngineTraits(
         memory="pipelinerl.plan.training_memory.ShardedMemory",
         always_in_a_group=True,
-        reads=frozenset({"shard_gradients", "shard_ranks", "expert_ranks"}),
+        reads=frozenset({"shard_gradients", "cpu_offload", "shard_ranks", "expert_ranks"}),
         check=_check_sharded,
     ),
 }

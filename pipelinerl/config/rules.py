@@ -207,6 +207,11 @@ def compiled_layers_are_whole(config: Config) -> str | None:
     finetune = config.finetune
     if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto"):
         return "`finetune.compile` needs `attn_implementation` auto and no `router_replay`"
+    if finetune.compile and finetune.gradient_checkpointing == "selective":
+        return (
+            "`finetune.gradient_checkpointing` is selective, but `finetune.compile` is true, which hides the products "
+            "of a layer: set the first to true, false or auto"
+        )
     return None
 
 

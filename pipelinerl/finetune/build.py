@@ -26,7 +26,7 @@ from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
 from pipelinerl.finetune.router_replay import RouterReplay
 from pipelinerl.finetune.sequence import make_sequence_group
-from pipelinerl.plan.memory import head_chunk
+from pipelinerl.plan.memory import head_chunk, with_choices
 from pipelinerl.plan.model_shape import find_model_shape
 
 
@@ -57,6 +57,9 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
 
 def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine."""
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    shape = find_model_shape(cfg.model_path)
+    cfg = with_choices(cfg, shape, world_size, gpu_bytes)
     finetune = cfg.finetune
     name = engine_of(cfg, world_size)
     if world_size % finetune.seq_parallel:
@@ -72,6 +75,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         trust_remote_code=cfg.trust_remote_code,
         longest=max_model_len(cfg),
         has_reference=cfg.world.preprocessor_fraction > 0,
+        divides_experts=(finetune.expert_ranks or 1) > 1,
     )
     lm, files = load_model(
         cfg, found.attention, whole=finetune.lora.enabled and traits_of(name).loads_whole_with_adapters
@@ -82,7 +86,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     policy = Policy(
         lm,
         temperature=finetune.rl.temperature,
-        chunk=_head_chunk(cfg, device, world_size),
+        chunk=head_chunk(cfg, shape, world_size, gpu_bytes),
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
@@ -96,13 +100,11 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     engine = build_engine(name, policy, cfg, device)
     if files is not None:
         stream_weights(engine, files)
-    log.info("event=engine_made engine=%s ranks=%d", name, world_size)
+    log.info(
+        "event=engine_made engine=%s ranks=%d gradient_checkpointing=%s cpu_offload=%s",
+        *(name, world_size, finetune.gradient_checkpointing, finetune.cpu_offload),
+    )
     return engine
-
-
-def _head_chunk(cfg: Config, device: torch.device, world_size: int) -> int:
-    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return head_chunk(cfg, find_model_shape(cfg.model_path), world_size, gpu_bytes)
 
 
 def _require_packed_attention(attention: str) -> None:
@@ -125,12 +127,12 @@ def verify_isolation(engine: Engine, attention: str) -> None:
     log.info("event=documents_isolated attention=%s error=%.2g", attention, error)
 
 
-def make_rules(policy: Policy, cfg: Config) -> BatchRules:
-    """The rules by which micro-batches are checked and laid out for this policy."""
+def make_rules(engine: Engine, cfg: Config) -> BatchRules:
+    """The rules by which micro-batches are checked and laid out for this engine's policy."""
+    policy = engine.policy
     config = policy.lm.config.get_text_config()
     attention = config._attn_implementation  # noqa: SLF001 — has no public name
-    cuda = next(policy.parameters()).is_cuda
-    per_document = "flash" in attention or (attention == PACKED and cuda)
+    per_document = "flash" in attention or (attention == PACKED and engine.device.type == "cuda")
     return BatchRules(
         vocab_size=config.vocab_size,
         max_lag_steps=cfg.max_lag_steps,

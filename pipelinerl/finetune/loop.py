@@ -77,7 +77,7 @@ class Trainer:
             self.proximal.restore(left_of_block, device)
         self.feed = open_feed(ctx, rank, self.counters.positions)
         self.saves = SaveSchedule(saver, self.engine, self.cfg.finetune, ctx.status, self.feed.commit)
-        self.rules = make_rules(self.engine.policy, self.cfg)
+        self.rules = make_rules(self.engine, self.cfg)
         self.scores = open_scores(ctx, rank, world_size)
         connect_rank = partial(connect, ctx, self.engine)
         self.outputs = Outputs(ctx, connect_rank, self.counters) if rank == 0 else None

@@ -32,6 +32,7 @@ from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.images import ImageReader, attention_of, embed
 from pipelinerl.finetune.longrope import fix_longrope
+from pipelinerl.finetune.recomputation import keeping_products
 from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
@@ -297,8 +298,9 @@ def is_empty(module: nn.Module) -> bool:
 def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
     """Set ``lm`` up for training: dropout off, gradient checkpointing, adapters, no cache."""
     turn_dropout_off(lm)
-    if cfg.finetune.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if recomputed := cfg.finetune.gradient_checkpointing:
+        selecting = {"context_fn": keeping_products} if recomputed == "selective" else {}
+        lm.gradient_checkpointing_enable({"use_reentrant": False} | selecting)
     if cfg.finetune.lora.enabled:
         lm = add_adapters(lm, cfg.finetune.lora, cfg.seed)
     lm.config.use_cache = False

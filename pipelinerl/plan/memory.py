@@ -3,11 +3,11 @@
 The plan is made before the start. `training_memory` has the sums of a trainer rank.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.config.engine import engine_of
+from pipelinerl.config.engine import engine_of, traits_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import (
     EXPERT_PARALLEL,
@@ -45,6 +45,10 @@ SMALLER_TRAINER = (
 ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
+RECOMPUTED: tuple[Literal["selective"] | bool, ...] = (False, "selective", True)
+"""What `finetune.gradient_checkpointing=auto` chooses from, the fastest first."""
+SURE = 0.85
+"""Share of a GPU that a choice may fill. A step has held 1.12 times its plan on an H200."""
 MAX_RANKS_POWER = 11
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
@@ -73,7 +77,8 @@ def memory_plan(
     cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
 ) -> tuple[DevicePlan, ...]:
     """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
-    ranks = world.trainer_world_size
+    ranks, wanted = world.trainer_world_size, cfg
+    cfg = with_choices(cfg, shape, ranks, gpu_bytes)
     trainer = trainer_items(cfg, shape, ranks)
     total = sum(item.num_bytes for item in trainer)
     share = utilization(cfg) if world.share_devices else 0.0
@@ -83,7 +88,7 @@ def memory_plan(
             num_devices=ranks,
             items=trainer,
             capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share),
+            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg),
         )
     ]
     for kind in ("actor_llm", "preprocessor_llm"):
@@ -112,16 +117,30 @@ def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: in
     host, staged = host_bytes(cfg, shape, nodes), snapshot_bytes(cfg, shape, nodes)
     note = f"{engine_memory(cfg, ranks)}, {ranks} rank(s), {host / GIB:.0f} GiB of pinned host memory per node"
     note += f", {staged / GIB:.1f} GiB of it for updates on their way to servers"
+    if offloaded := engine_memory(cfg, ranks).host_bytes(shape.parameters, _trained(cfg, shape)):
+        note += f", and {offloaded * ranks // nodes / GIB:.0f} GiB of weights, gradients and optimizer states there"
     if share:
         largest = max((gpu_bytes - total) / gpu_bytes, 0.0)
         note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
     return note
 
 
+def _chosen(wanted: Config, cfg: Config) -> str:
+    """Describe what the plan has chosen for `auto`."""
+    found = {key: getattr(cfg.finetune, key) for key in ("gradient_checkpointing", "cpu_offload")}
+    chosen = [f"{key}={str(v).lower()}" for key, v in found.items() if getattr(wanted.finetune, key) == "auto"]
+    return f"; chosen: {', '.join(chosen)}" if chosen else ""
+
+
+def _trained(cfg: Config, shape: ModelShape) -> int | None:
+    """Number of trained parameters. None: all."""
+    lora = cfg.finetune.lora
+    return lora_parameters(shape, lora.r) if lora.enabled else None
+
+
 def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
     """Return what one of `ranks` trainer ranks holds at its peak. `cuda`: on a GPU."""
-    memory, lora = engine_memory(cfg, ranks), cfg.finetune.lora
-    trained = lora_parameters(shape, lora.r) if lora.enabled else None
+    memory, trained = engine_memory(cfg, ranks), _trained(cfg, shape)
     weights, _, states = memory.state_bytes(shape.parameters, trained)
     items = (
         MemoryItem(label="weights", num_bytes=weights),
@@ -175,7 +194,8 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
     """Describe the fewest changes that make a job of this kind fit its devices of `gpu_bytes` each."""
     if kind != "finetune":
         return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
-    ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
+    ranks, capacity = world.trainer_world_size, trainer_capacity(cfg, gpu_bytes)
+    cfg = with_choices(cfg, shape, ranks, gpu_bytes)
     changed, changes = cfg, list[str]()
     for key, value in _smaller_trainer(cfg, shape, ranks):
         if key in ONLY_FOR_RANKS and (ranks == 1 or engine_of(changed, ranks) == value):
@@ -216,6 +236,37 @@ def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
     return sum(item.num_bytes for item in trainer_items(cfg, shape, ranks))
 
 
+def trainer_capacity(cfg: Config, gpu_bytes: int) -> int:
+    """Bytes of a GPU that the trainer may use, which may share it with a server."""
+    return int(gpu_bytes * (1 - (utilization(cfg) if cfg.world.share_devices else 0.0)))
+
+
+def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> Config:
+    """Return the configuration with the plan's choices for `finetune.gradient_checkpointing` and `cpu_offload`.
+
+    The first that surely fits: rather compute again than keep weights in host memory.
+
+    Args:
+        shape: None = not known. Then everything is computed again, and nothing is offloaded.
+        gpu_bytes: memory of one GPU. None = the trainer runs on a CPU, as for an unknown shape.
+    """
+    finetune = cfg.finetune
+    recomputing, offloading = [finetune.gradient_checkpointing], [finetune.cpu_offload]
+    if finetune.gradient_checkpointing == "auto":
+        recomputing = [how for how in RECOMPUTED if not (how == "selective" and finetune.compile)]
+    if finetune.cpu_offload == "auto":
+        offloading = [False, True] if "cpu_offload" in traits_of(engine_of(cfg, ranks)).reads else [False]
+    choices = [
+        with_value(with_value(cfg, "finetune.gradient_checkpointing", recomputed), "finetune.cpu_offload", offloaded)
+        for offloaded in offloading
+        for recomputed in recomputing
+    ]
+    if shape is None or gpu_bytes is None or len(choices) == 1:
+        return choices[len(recomputing) - 1]
+    capacity = SURE * trainer_capacity(cfg, gpu_bytes)
+    return next((choice for choice in choices if trainer_bytes(choice, shape, ranks) <= capacity), choices[-1])
+
+
 def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> int:
     """Return the tokens whose logits the output head holds at one time.
 
@@ -230,7 +281,7 @@ def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int
         return wanted
     if shape is None or gpu_bytes is None:
         return SMALLEST_CHUNK
-    capacity = gpu_bytes * (1 - (utilization(cfg) if cfg.world.share_devices else 0.0))
+    capacity = trainer_capacity(cfg, gpu_bytes)
     fitting = (
         chunk
         for chunk in LARGER_CHUNKS

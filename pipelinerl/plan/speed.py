@@ -1,9 +1,10 @@
 """Predicted tokens/s and MFU of trainer and servers, for the dry run. Pure; nothing here was measured.
 
 A roofline over the data sheet of the GPU (`rates`). The trainer's operations are those of the parameters (forward,
-backward, and once more with gradient checkpointing) and of causal attention over whole micro-batches. MFU counts only
-6 operations per active parameter and trained token, or 2 per decoded one (arXiv:2204.02311), so that recomputation and
-attention lower it. `pipelinerl gpu-check` compares the prediction with a card.
+backward, and once more with gradient checkpointing that is not selective) and of causal attention over whole
+micro-batches. MFU counts only 6 operations per active parameter and trained token, or 2 per decoded one
+(arXiv:2204.02311), so that recomputation and attention lower it. `pipelinerl gpu-check` compares the prediction with a
+card.
 """
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, most_rollouts, sends_adapter
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization
+from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization, with_choices
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.rates import GPUS, TRAIN_COMPUTE_EFFICIENCY, Gpu, decode_rate
 from pipelinerl.plan.update_time import SwapSpeed, pause_s
@@ -66,13 +67,15 @@ def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleS
     """Documents are assumed as long as a prompt and a longest completion, at most a micro-batch."""
     longest = min(cfg.finetune.seq_length, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
-    each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing)
+    each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is True)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,
         tokens_per_s=ranks * each,
         mfu=TRAINED_FLOPS * shape.active_parameters * each / gpu.flops,
-        note=f"documents of {longest} tokens" + (", without the exchange of tokens" if dividing > 1 else ""),
+        note=f"documents of {longest} tokens"
+        + (", without the exchange of tokens" if dividing > 1 else "")
+        + (", without the traffic to host memory" if cfg.finetune.cpu_offload is True else ""),
     )
 
 
@@ -119,9 +122,9 @@ def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_
 
 def predicted_speed(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> tuple[RoleSpeed, ...]:
     """Of the trainer and of the policy's servers. Jobs that share a GPU have half of its time each."""
-    share = 0.5 if world.share_devices else 1.0
+    share, ranks = 0.5 if world.share_devices else 1.0, world.trainer_world_size
     servers = world.get("actor_llm")
-    found = [trainer_speed(cfg, shape, gpu, world.trainer_world_size)]
+    found = [trainer_speed(with_choices(cfg, shape, ranks, gpu_bytes), shape, gpu, ranks)]
     if servers and (decoding := server_speed(cfg, shape, gpu, len(servers), gpu_bytes)) is not None:
         found.append(decoding)
     return tuple(

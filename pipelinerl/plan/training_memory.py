@@ -11,6 +11,7 @@ Bytes per parameter P (N ranks, float32 master weights everywhere):
     fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
               16 P / N           with `finetune.shard_gradients`
                                  with `finetune.expert_ranks` E, a rank's whole gradient has 1/E of the experts
+              4 P                with `finetune.cpu_offload`, and nothing with `finetune.shard_gradients`
     deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
               fp32  4 P + 4 P + 12 P  sharded in the same way: DeepSpeed keeps master weights here too
 
@@ -101,6 +102,10 @@ class EngineMemory:
         """Bytes of rows that travel to and from experts of other ranks in one layer."""
         return 0
 
+    def host_bytes(self, parameters: int, trained: int | None = None) -> int:
+        """Bytes of what ``state_bytes`` leaves out because it lies in host memory, on one rank."""
+        return 0
+
     def whole_weights(self, shape: ModelShape) -> int:
         """Bytes of whole weights that exist besides the rank's own, in the precision of the products."""
         return 0
@@ -144,6 +149,7 @@ class ShardedMemory(EngineMemory):
     def __init__(self, cfg: Config, name: str, ranks: int):
         super().__init__(cfg, name, ranks)
         self.sharing, self.dividing = cfg.finetune.shard_ranks or ranks, cfg.finetune.expert_ranks or 1
+        self.offloads = cfg.finetune.cpu_offload is True
 
     def __str__(self) -> str:
         if self.dividing == 1:
@@ -152,8 +158,14 @@ class ShardedMemory(EngineMemory):
 
     def state_bytes(self, parameters: int, trained: int | None = None) -> tuple[int, int, int]:
         weights, gradient, states = super().state_bytes(parameters, trained)
-        shares = self.sharing if self.cfg.finetune.shard_gradients else 1
+        is_sharded = self.cfg.finetune.shard_gradients
+        shares = self.sharing if is_sharded else 1
+        if self.offloads:  # a whole gradient goes to the host when all micro-batches have added to it
+            return 0, 0 if is_sharded else gradient, 0
         return weights // self.sharing, gradient // shares, states // self.sharing
+
+    def host_bytes(self, parameters: int, trained: int | None = None) -> int:
+        return sum(super().state_bytes(parameters, trained)) // self.sharing if self.offloads else 0
 
     def gradient_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
         if self.cfg.finetune.shard_gradients or trained is not None:
@@ -172,8 +184,10 @@ class ShardedMemory(EngineMemory):
         return layer_parameters(shape) - experts + experts // self.dividing
 
     def whole_weights(self, shape: ModelShape) -> int:
-        """Embedding and head for the whole step, and two layers at a time."""
-        return self.precision.computed * (embedding_parameters(shape) + 2 * self.gathered_layer(shape))
+        """Embedding and head for the whole step, and two layers at a time. An offloaded shard comes in float32."""
+        embedding, layers = embedding_parameters(shape), 2 * self.gathered_layer(shape)
+        arriving = 4 * max(embedding, layers) // self.sharing if self.offloads else 0
+        return self.precision.computed * (embedding + layers) + arriving
 
     def reduction_bytes(self, shape: ModelShape, trained: float) -> int:
         """The gradient as computed, in float32, and the layer before."""
@@ -272,6 +286,21 @@ def layer_bytes_per_token(shape: ModelShape, precision: Precision, frozen: bool 
     return norms + attention + e * visited
 
 
+def products_per_token(shape: ModelShape, precision: Precision, adapted: bool = False) -> int:
+    """What selective checkpointing keeps of one layer: results of its matrix products and of attention.
+
+    ``adapted``: with adapters, whose products have the same width.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.experts > 1:
+        visited = shape.active_experts * (2 * shape.intermediate + shape.hidden)
+        visited += 2 * shape.shared_intermediate + (shape.hidden if shape.shared_intermediate else 0)
+    else:
+        visited = 2 * shape.intermediate + shape.hidden
+    products = queries + 2 * keys + shape.hidden + visited
+    return precision.computed * (products * (2 if adapted else 1) + queries) + 4 * shape.heads
+
+
 def embedding_parameters(shape: ModelShape) -> int:
     return shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
@@ -314,14 +343,19 @@ def passing_items(shape: ModelShape, memory: EngineMemory, *, learning: int, cud
     gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.seq_length - tokens)
     per_token = layer_bytes_per_token(shape, precision, finetune.lora.enabled)
     layer = tokens * per_token + precision.computed * gathered
-    kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
+    kept, again = tokens * precision.stream * shape.hidden, layer
+    if finetune.gradient_checkpointing is False:
+        kept, again = layer, 0
+    elif finetune.gradient_checkpointing == "selective":
+        products = tokens * products_per_token(shape, precision, finetune.lora.enabled)
+        kept, again = kept + products, max(layer - products, 0)
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
     products = 2 * precision.computed * max(width, shape.hidden) + precision.stream * shape.hidden
     exchanged = memory.exchanged_bytes(shape, tokens)
     backward = memory.second_gradient_bytes(learning) + tokens * products + 4 * gathered + exchanged
     moments = (
         ("output head", head_bytes(memory.cfg, shape, precision, tokens, cuda=cuda)),
-        ("one layer's backward pass", backward + (layer if finetune.gradient_checkpointing else 0)),
+        ("one layer's backward pass", backward + again),
         ("reduction of a layer's gradient", memory.reduction_bytes(shape, learning / shape.parameters) - kept),
     )
     label, num_bytes = max(moments, key=lambda moment: moment[1])

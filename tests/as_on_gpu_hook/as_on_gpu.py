@@ -1,8 +1,8 @@
 """A plugin of vLLM: a CPU server schedules and swaps as one on a GPU does.
 
 - The scheduler is one step ahead of the samples (asynchronous scheduling), which vLLM's CPU platform always turns off.
-- Every layer keeps its weight as it was loaded, so that a swap copies into it. A swap that moves a tensor fails, as with
-  captured CUDA graphs.
+- Every layer keeps its weight as it was loaded, so that a swap copies into it. A swap that moves a tensor fails, as
+  with captured CUDA graphs.
 """
 
 import sys

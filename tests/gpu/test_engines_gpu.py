@@ -54,7 +54,7 @@ def test_engine_has_the_losses_of_the_cpu_and_resumes_and_exports(
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("recomputed", ["true", "false"])
+@pytest.mark.parametrize("recomputed", ["true", "false", "selective"])
 def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp_path: Path) -> None:
     """``max_memory_allocated`` of a step in bfloat16, beside the items of the plan that are tensors."""
     model = save_model(tmp_path / "model", SIZES["wide"])

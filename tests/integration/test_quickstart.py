@@ -24,6 +24,7 @@ from tests.sender_kit import wait_for
 from tests.vllm_plugin import environment_with
 
 RUN_TIMEOUT_S = 900
+pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 SCHEDULED_AHEAD = "a step was scheduled before the samples of the one before were read"
 
 
@@ -71,7 +72,6 @@ def test_quickstart_emits_only_declared_metrics(finished_run, role):
     assert undeclared(role, names, domain_metrics=("reward", "success", "no_error", "no_answer")) == []
 
 
-@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_quickstart_learns_on_held_out_problems(summary: dict):
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68

@@ -58,7 +58,8 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("engine", "ranks"),
     [
-        *[("zero3", 2), ("fsdp2", 2), ("fsdp2_shards", 2), ("ddp", 2), slow("zero1", 2), slow("zero2", 2)],
+        *[("zero3", 2), ("fsdp2", 2), ("fsdp2_offload", 2), ("ddp", 2)],
+        *[slow("fsdp2_shards", 2), slow("zero1", 2), slow("zero2", 2)],
         ("hsdp", 4),
         *[slow(engine, 4) for engine in ENGINES],
         *[slow("zero2", 1), slow("zero3", 1), slow("fsdp2", 1)],
@@ -81,6 +82,7 @@ def test_losses_of_every_step_are_those_of_one_rank(engine: str, ranks: int, run
     [
         ("zero3", 2, "fsdp2", 2),
         ("fsdp2", 2, "ddp", 1),
+        ("fsdp2_offload", 2, "fsdp2_offload", 1),
         *[("hsdp", 4, "fsdp2", 2), slow("ddp", 2, "hsdp", 4)],
         *[slow("ddp", 2, "zero3", 2), slow("ddp", 2, "zero2", 2)],
         *[slow("zero3", 4, "zero3", 2), slow("zero2", 4, "fsdp2", 2), slow("fsdp2", 4, "zero2", 2)],

@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, isolation_error
+from pipelinerl.finetune.recomputation import keeping_products
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
@@ -29,10 +32,10 @@ SETTINGS = {
 }
 
 
-def make_policy(dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Policy:
+def make_policy(dtype: torch.dtype = torch.float32, **checkpointing: Any) -> Policy:
     lm = make_qwen2(VOCAB, initializer_range=0.2, attn_implementation="sdpa").to(dtype).train()
     if checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        lm.gradient_checkpointing_enable(checkpointing)
     return Policy(lm, chunk=5, value_loss_coef=0.5)
 
 
@@ -123,10 +126,22 @@ def test_merged_and_unmerged_turns_give_the_same_gradient(name: str) -> None:
     assert_close(found[1], found[0])
 
 
-def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+@pytest.mark.parametrize("selecting", [{}, {"context_fn": keeping_products}], ids=["everything", "selective"])
+def test_gradient_checkpointing_gives_the_same_gradient(selecting: dict[str, Any]) -> None:
     expected = gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False)
-    policy = make_policy(checkpointing=True)
-    assert_close(gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False, policy=policy), expected)
+    policy = make_policy(use_reentrant=False, **selecting)
+    assert_close(gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False, policy=policy), expected, 1e-6)
+
+
+def test_selective_checkpointing_computes_no_product_twice() -> None:
+    def operations(**checkpointing: Any) -> int:
+        policy = make_policy(**checkpointing)
+        with FlopCounterMode(display=False) as counted:
+            gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False, policy=policy)
+        return counted.get_total_flops()
+
+    assert operations(use_reentrant=False, context_fn=keeping_products) == operations()
+    assert operations(use_reentrant=False) > operations()
 
 
 def test_packed_documents_do_not_attend_to_each_other() -> None:

@@ -42,7 +42,7 @@ def main(job: dict[str, Any]) -> None:
     cfg = parse(compose("base", [*given, *learning, *overrides]))
     own = sending_rank(out.parent, cfg, job["urls"])
     own.updates.start(0, own.num_servers, resumed=False)
-    rules = make_rules(own.engine.policy, cfg)
+    rules = make_rules(own.engine, cfg)
     train_step(own.engine, records_of(0, rank, world_size), settings_at(cfg, 0), rules, 1e-2)
     own.updates.after_step(1, lambda: False)
     assert own.updates.finish(1)

@@ -62,7 +62,7 @@ def main(job: dict[str, Any]) -> None:
     ]
     cfg = parse(compose("base", overrides))
     engine = make_engine(cfg, device, world_size)
-    rules = make_rules(engine.policy, cfg)
+    rules = make_rules(engine, cfg)
     proximal = ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps)
     if "load" in job:
         saver = make_saver(engine, Path(job["load"]), job["model"], proximal)

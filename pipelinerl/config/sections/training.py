@@ -163,7 +163,13 @@ class FinetuneSection(Section):
         "else 256",
         may_change=True,
     )
-    gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
+    gradient_checkpointing: Literal["selective", "auto"] | bool = key(
+        True,
+        "recompute activations in the backward pass. `selective` keeps the results of matrix products and of "
+        "attention, and recomputes what lies between them: more memory, and nearly no time. Auto = false, selective or "
+        "true, the first with which the planned memory of the GPU is enough",
+        may_change=True,
+    )
     compile: bool = key(
         False,
         "compile the decoder layers with torch.compile, which fuses what lies between matrix products. Takes a minute "
@@ -194,6 +200,12 @@ class FinetuneSection(Section):
         False,
         "fsdp2: keep only each rank's shard of the gradient. Large models fit, at the price of a reduction in every "
         "micro-batch instead of one per step",
+        may_change=True,
+    )
+    cpu_offload: Literal["auto"] | bool = key(
+        False,
+        "fsdp2: weights, gradient and optimizer states lie in host memory, and the optimizer steps there. A layer's "
+        "weights come to the GPU when it computes. Auto = true where nothing else makes the planned memory fit",
         may_change=True,
     )
     shard_ranks: PositiveInt | None = key(

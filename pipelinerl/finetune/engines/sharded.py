@@ -4,6 +4,9 @@ Parameters are kept in float32. bfloat16 is a mixed-precision policy with float3
 group, embedding and head are another. Gradients are reduce-scattered in the last micro-batch of a step, or in every one
 with `finetune.shard_gradients`, which never holds the whole gradient.
 
+With `finetune.cpu_offload` the shards of weights, gradient and optimizer states lie in host memory, where the optimizer
+steps. FSDP copies a layer's shard to the device before it gathers it, and back what it has reduced.
+
 With `finetune.shard_ranks` (HSDP) the ranks are a mesh of copies × shards. Neighbours share a copy. Every copy has the
 same shards, and gradients are summed over both dimensions. With `finetune.expert_ranks` the experts of a mixture have a
 mesh of their own, [copies ×] shards × experts: neighbours own different experts, and shard them over the others.
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.engine import TRAITS
@@ -32,6 +35,7 @@ from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, deco
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
+CPU = torch.device("cpu")
 COPIES, SHARDS = "copies", "shards"
 """Dimensions of the mesh."""
 
@@ -43,20 +47,21 @@ class ShardedEngine(SteppingEngine):
 
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         finetune = cfg.finetune
-        empty = is_empty(policy)
-        self.policy = policy if empty else policy.to(device)
+        empty, offloads = is_empty(policy), finetune.cpu_offload is True
+        self.policy = policy if empty or offloads else policy.to(device)  # FSDP moves what is not offloaded
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.shards_gradients = finetune.shard_gradients
         self.mesh = make_mesh(device, self.world_size, finetune.shard_ranks)
         self.experts = make_expert_group(self.mesh, finetune.expert_ranks)
-        self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32)
+        self._shard(precision, CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy())
         if empty:
-            _make_shards(self.policy, device)
+            _make_shards(self.policy, CPU if offloads else device, device)
         self.make_optimizer(finetune)
         check_states(self.optimizer, finetune.optimizer.name)
 
-    def _shard(self, precision: MixedPrecisionPolicy) -> None:
+    def _shard(self, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
         """Shard the policy. Its inputs are not cast, because the constants of the loss are float32.
 
         Gradients are summed over ranks, where FSDP would average them.
@@ -64,12 +69,12 @@ class ShardedEngine(SteppingEngine):
         as_given = replace(precision, cast_forward_inputs=False)  # some routers weigh experts in float32
         if self.experts is not None:
             for experts in divide_experts(self.policy.lm, self.experts):
-                fully_shard(experts, mesh=self.experts.sharing, mp_policy=as_given)
+                fully_shard(experts, mesh=self.experts.sharing, mp_policy=as_given, offload_policy=offload)
         for layer in decoder_layers(self.policy.lm):
-            fully_shard(layer, mesh=self.mesh, mp_policy=precision)
+            fully_shard(layer, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
         if self.policy.value_head is not None:
-            fully_shard(self.policy.value_head, mesh=self.mesh)
-        fully_shard(self.policy, mesh=self.mesh, mp_policy=as_given)
+            fully_shard(self.policy.value_head, mesh=self.mesh, offload_policy=offload)
+        fully_shard(self.policy, mesh=self.mesh, mp_policy=as_given, offload_policy=offload)
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -92,7 +97,7 @@ class ShardedEngine(SteppingEngine):
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """As in ``SteppingEngine``. The ranks that share a copy hold different shards of everything, experts too."""
         shards = [cast(DTensor, gradient).to_local() for gradient in gradients]
-        square = torch.nn.utils.get_total_norm(shards).square()
+        square = torch.nn.utils.get_total_norm(shards).square().to(self.device)
         dist.all_reduce(square, group=self.mesh.get_group(SHARDS))
         return square.sqrt().item()
 
@@ -194,11 +199,17 @@ def _gather(parameter: DTensor, full: Tensor, mesh: DeviceMesh) -> Tensor:
     return full
 
 
-def _make_shards(policy: Policy, device: torch.device) -> None:
-    """Allocate this rank's shards without values. What has values keeps them: buffers and adapters."""
+def _make_shards(policy: Policy, home: torch.device, device: torch.device) -> None:
+    """Allocate this rank's shards without values. What has values keeps them: buffers and adapters.
+
+    Args:
+        home: where the shards lie. Buffers lie on ``device``.
+    """
     named = [*policy.named_buffers(), *policy.named_parameters()]
     kept = {name: values.detach().clone() for name, values in named if not values.is_meta}
-    policy.to_empty(device=device)
+    policy.to_empty(device=home)
     for name, values in [*policy.named_buffers(), *policy.named_parameters()]:
         if name in kept:
             values.detach().copy_(kept[name])
+    for buffer in policy.buffers():
+        buffer.data = buffer.to(device)

@@ -46,8 +46,7 @@ class SteppingEngine(Engine):
         self, dtype: torch.dtype | None = None, *, trained_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in (self.trained if trained_only else self.parameters).items():
-            shard = parameter.detach()
-            yield name, whole(shard if dtype is None else shard.to(dtype))
+            yield name, whole(parameter.detach().to(self.device, dtype or parameter.dtype))
 
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]

@@ -174,7 +174,7 @@ class _Run:
         ``left_of_block``: the checkpoint's `ProximalPolicy.state`.
         """
         self._cfg, self._engine, self._feed = cfg, engine, feed
-        self._rules = make_rules(engine.policy, cfg)
+        self._rules = make_rules(engine, cfg)
         self._step = ahead.records[0].step if ahead is not None else None
         self._ahead = () if ahead is None or self._rules.sequence is not None else ahead.records
         self._of_versions = [torch.full(index_tokens(r).positions_K.shape, torch.nan) for r in self._ahead] or None

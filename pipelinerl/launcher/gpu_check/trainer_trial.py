@@ -68,7 +68,7 @@ def run_trial(job: dict[str, Any], meter: Meter, device: torch.device) -> dict[s
     tokens, is_cuda = int(job["tokens"]), device.type == "cuda"
     cfg = parse(compose("base", [*NOT_NEEDED, f"model_path={job['model']}", *job["overrides"]]))
     engine = make_engine(cfg, device, 1)
-    rules, settings = make_rules(engine.policy, cfg), settings_at(cfg, 0)
+    rules, settings = make_rules(engine, cfg), settings_at(cfg, 0)
     vocab, seconds = engine.policy.lm.config.vocab_size, list[float]()
     for step in range(WARM_STEPS + TIMED_STEPS):
         records = [made_up_batch(step, index, tokens, vocab) for index in range(MICRO_BATCHES)]

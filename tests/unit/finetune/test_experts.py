@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.engines.experts import ExpertGroup, divide_experts, expert_modules
 from pipelinerl.finetune.pieces import Piece
 from tests.models import make_qwen2
@@ -121,6 +123,13 @@ def test_outputs_and_gradients_are_those_of_whole_experts(
         torch.testing.assert_close(torch.cat([mine[number] for mine in ours]), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_check_before_the_start_refuses_experts_that_cannot_be_divided(tmp_path: Path) -> None:
+    make_qwen2(64).config.save_pretrained(tmp_path)
+    assert examine(tmp_path).attention
+    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks` is set, but the model has no experts")):
+        examine(tmp_path, divides_experts=True)
+
+
 def test_model_whose_experts_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError, match=says("`finetune.expert_ranks` is set, but the model has no experts")):
         expert_modules(make_qwen2(64))
@@ -140,6 +149,6 @@ def test_model_whose_experts_cannot_be_divided_is_refused() -> None:
     ids=["in a module of their own", "some without parameters"],
 )
 def test_experts_whose_parameters_are_not_divided_by_experts_are_refused(experts: nn.Module, kept: str) -> None:
-    message = says(f"{type(experts).__name__} (num_experts=", f"keeps {kept}", "set it to null")
+    message = says(type(experts).__name__, f"keeps {kept}", "set it to null")
     with pytest.raises(ConfigError, match=message):
         divide_experts(nn.ModuleDict({"experts": experts}), group_of(0, 2))

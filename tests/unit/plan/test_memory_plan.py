@@ -9,12 +9,14 @@ from rich.console import Console
 from pipelinerl.config import load
 from pipelinerl.config.servers import MOST_ROLLOUTS
 from pipelinerl.plan.memory import (
+    SURE,
     head_chunk,
     memory_plan,
     planned_rollouts,
     server_items,
     trainer_bytes,
     what_would_fit,
+    with_choices,
     with_value,
 )
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
@@ -26,6 +28,7 @@ from pipelinerl.plan.training_memory import (
     layer_bytes_per_token,
     lora_parameters,
     passing_items,
+    products_per_token,
     step_items,
 )
 from pipelinerl.plan.world_table import compact_numbers, render_world, world_table
@@ -395,6 +398,69 @@ def test_what_would_fit_is_the_smallest_change_and_does_fit():
     assert what_would_fit(cfg, world, shape, less - 1, "finetune") == advice + " finetune.engine=fsdp2"
     assert what_would_fit(cfg, world, shape, GIB, "finetune").startswith("no number of GPUs makes it fit")
     assert cfg.finetune.engine == "auto", "the configuration itself is unchanged"
+
+
+def test_selective_checkpointing_keeps_products_by_hand():
+    """Hidden 8, 4 heads of 2, 2 key heads, feed-forward 16, in bfloat16: q 8, k and v 4 each, o 8, gate and up 16 each,
+    down 8, attention's own result 8, and its 4 float32 sums."""
+    cfg, shape = make_config("finetune.gradient_checkpointing=selective"), shape_from_config(TINY)
+    precision = engine("fsdp2", cfg).precision
+    assert products_per_token(shape, precision) == 2 * (8 + 4 + 4 + 8 + 16 + 16 + 8 + 8) + 4 * 4
+    assert products_per_token(shape, precision, adapted=True) == 2 * (2 * 64 + 8) + 4 * 4
+    mixture = shape_from_config({**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4})
+    assert products_per_token(mixture, precision) == 2 * (24 + 2 * (2 * 4 + 8) + 8) + 4 * 4
+    kept, *_ = passing_items(shape, engine("fsdp2", cfg), learning=1992, cuda=True)
+    assert kept.num_bytes == 2 * cfg.finetune.seq_length * (2 * 8 + 160)
+
+
+def test_offloaded_states_are_the_host_s():
+    """7B in float32 on 8 ranks: on the GPU only the gradient until it is whole, and shards on their way."""
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    here, away = make_config(), make_config("finetune.cpu_offload=true")
+    assert engine("fsdp2", away).state_bytes(shape.parameters) == (0, 4 * shape.parameters, 0)
+    sharded = make_config("finetune.cpu_offload=true", "finetune.shard_gradients=true")
+    assert engine("fsdp2", sharded).state_bytes(shape.parameters) == (0, 0, 0)
+    assert engine("fsdp2", sharded).host_bytes(shape.parameters) == 16 * shape.parameters // 8
+    assert engine("fsdp2", here).host_bytes(shape.parameters) == 0
+    embedding = 2 * 152064 * 3584
+    arriving = engine("fsdp2", away).whole_weights(shape) - engine("fsdp2", here).whole_weights(shape)
+    assert arriving == 4 * embedding // 8, "more than two layers of 0.23B"
+    world = map_world(sharded, one_node(8), check=False)
+    cfg = with_value(sharded, "finetune.engine", "fsdp2")
+    note = memory_plan(cfg, world, shape, 80 * GIB)[0].note
+    assert f"and {16 * shape.parameters / GIB:.0f} GiB of weights, gradients and optimizer states there" in note
+
+
+def test_auto_takes_the_fastest_that_surely_fits_and_offloads_last():
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    keys = ("finetune.engine=fsdp2", "finetune.shard_gradients=true")
+    cfg = make_config(*keys, "finetune.gradient_checkpointing=auto", "finetune.cpu_offload=auto")
+    order = [(how, away) for away in (False, True) for how in (False, "selective", True)]
+
+    def needed(how: object, away: bool) -> int:
+        fixed = with_value(with_value(cfg, "finetune.gradient_checkpointing", how), "finetune.cpu_offload", away)
+        return trainer_bytes(fixed, shape, 8)
+
+    def chosen(gpu_bytes: int | None) -> tuple[object, object]:
+        finetune = with_choices(cfg, shape, 8, gpu_bytes).finetune
+        return finetune.gradient_checkpointing, finetune.cpu_offload
+
+    sizes = [needed(*one) for one in order]
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[5]
+    for number in (0, 1, 2):
+        enough = int(sizes[number] / SURE) + 1
+        assert chosen(enough) == order[number]
+        assert chosen(enough - 2) != order[number]
+    assert chosen(int(sizes[5] / SURE) + 1) == (True, True)
+    assert chosen(GIB) == (True, True), "nothing fits: the smallest"
+    assert chosen(None) == (True, False)
+    assert with_choices(cfg, None, 8, 80 * GIB).finetune.cpu_offload is False
+    elsewhere = with_choices(with_value(cfg, "finetune.engine", "ddp"), shape, 8, GIB).finetune
+    assert (elsewhere.gradient_checkpointing, elsewhere.cpu_offload) == (True, False)
+    compiled = with_choices(with_value(cfg, "finetune.compile", True), shape, 8, int(sizes[1] / SURE) + 1).finetune
+    assert compiled.gradient_checkpointing is True
+    plan = memory_plan(cfg, map_world(cfg, one_node(16), check=False), shape, int(sizes[1] / SURE) + 1)[0]
+    assert "chosen: gradient_checkpointing=selective, cpu_offload=false" in plan.note
 
 
 def test_what_would_fit_for_a_server_is_its_number_of_gpus():
