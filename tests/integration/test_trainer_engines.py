@@ -77,6 +77,14 @@ def test_losses_of_every_step_are_those_of_one_rank(engine: str, ranks: int, run
     assert max((weights[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-4
 
 
+def test_offloaded_states_and_kept_products_change_no_step(runs: Runs) -> None:
+    """Beside FSDP2 that offloads nothing, keeps all activations, and reduces once per step."""
+    ours, expected = runs.metrics("fsdp2_offload", 2), runs.metrics("fsdp2", 2)
+    for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6), f"step {step} {name}"
+
+
 @pytest.mark.parametrize(
     ("writer", "writer_ranks", "reader", "reader_ranks"),
     [
