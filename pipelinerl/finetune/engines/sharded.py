@@ -48,7 +48,7 @@ class ShardedEngine(SteppingEngine):
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         finetune = cfg.finetune
         empty, offloads = is_empty(policy), finetune.cpu_offload is True
-        self.policy = policy if empty or offloads else policy.to(device)  # FSDP moves what is not offloaded
+        self.policy = policy if empty or offloads else policy.to(device)  # FSDP moves it group by group
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.shards_gradients = finetune.shard_gradients
