@@ -100,7 +100,11 @@ def main() -> None:
         model = runs.ensure_model(args.model or folder / "model")
         with runs.running_server(model, folder / "server") as server:
             for bound in args.bounds:
-                overrides = (f"max_lag_steps={bound}", "actor.rollout_policy=benchmarks.lag.generate_rollout")
+                overrides = (
+                    f"max_lag_steps={bound}",
+                    "preprocess.lag_drop=rollout",
+                    "actor.rollout_policy=benchmarks.lag.generate_rollout",
+                )
                 run = runs.Run(lengths="heavy", steps=args.steps, overrides=overrides, seed=args.seed)
                 random.seed(args.seed + bound)
                 runs.execute(run, model, folder / str(bound), server, train_delayed)

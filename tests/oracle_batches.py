@@ -149,7 +149,7 @@ def batches_of(groups: Sequence[RolloutGroup], cfg: Config, first_step: int) -> 
 
 def within_lag(member: Member, step: int, cfg: Config) -> bool:
     """Whether the member can be trained at the step. Masks too old tokens if the configuration says so."""
-    if cfg.max_lag_steps is None:
+    if cfg.token_lag_bound is None:
         return True
     oldest = step - cfg.max_lag_steps
     if cfg.preprocess.lag_drop == "rollout":

@@ -61,6 +61,7 @@ def make_context(run_dir: Path, world: WorldMap, *overrides: str, replica: int =
                 "finetune.gradient_accumulation_passes=6",
                 "finetune.seq_length=64",
                 "max_lag_steps=2",
+                "preprocess.lag_drop=rollout",
                 "preprocess.max_ready_steps=1000",
                 *overrides,
             ],

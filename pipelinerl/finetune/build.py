@@ -135,7 +135,7 @@ def make_rules(engine: Engine, cfg: Config) -> BatchRules:
     per_document = "flash" in attention or (attention == PACKED and engine.device.type == "cuda")
     return BatchRules(
         vocab_size=config.vocab_size,
-        max_lag_steps=cfg.max_lag_steps,
+        max_lag_steps=cfg.token_lag_bound,
         layout="rows" if not cfg.finetune.seq_packing else "packed" if per_document else "cheaper",
         dense_mask=attention != PACKED,
         tokens_per_attention_unit=6 * config.hidden_size,

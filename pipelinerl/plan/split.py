@@ -87,7 +87,8 @@ def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workloa
         )
     conventional = conventional_rate(work, max(plan.largest_lag, 1))
     print_plan(console, work, rates, plan, conventional)
-    dropped = print_drops(console, work, plan, cfg.attempts, bound)
+    drops = cfg.preprocess.lag_drop != "never"
+    dropped = print_drops(console, work, plan, cfg.attempts, bound if drops else None)
     console.print(bounds_table(work))
     wanted = ceiling.needs(plan.rate, work.lengths.mean, args.prompt_length)
     console.print(ceiling.worlds_table(plan.rate / work.devices, work.lengths.mean, args.prompt_length))
@@ -205,10 +206,13 @@ def print_plan(console: Console, work: Workload, rates: Rates, plan: PipelinePla
 def print_drops(
     console: Console, work: Workload, plan: PipelinePlan, attempts: int, bound: int | None
 ) -> dict[str, Any]:
-    """Print and return the share of rollouts that the bound on the lag drops, and the recommended bound."""
+    """Print and return the share of rollouts that the bound on the lag drops, and the bound that keeps them.
+
+    ``bound``: None if nothing is dropped for its lag.
+    """
     needed = recommended_bound(work, plan, attempts)
     result: dict[str, Any] = {"recommended_max_lag_steps": needed}
-    line = f"max_lag_steps={needed} keeps 99 % of the longest tenth"
+    line = f"preprocess.lag_drop=rollout keeps 99 % of the longest tenth from max_lag_steps={needed} on"
     if bound is not None:
         shares = drop_shares(work, plan, attempts, bound)
         result |= {"rollouts": shares.rollouts, "longest_tenth": shares.longest_tenth}

@@ -4,9 +4,10 @@ Every sample is offered exactly once, in the order of topic `actor`. What become
 A restarted preprocessor that replays the topic from the start of a batch therefore rebuilds the same batch. Step ``b``
 trains batch ``b`` on weights of version ``b``, so the lag of a token is ``b − version``.
 
-A rollout whose oldest token exceeds `max_lag_steps` is dropped, or, with `preprocess.lag_drop=token`, keeps the tokens
-that are young enough. Long rollouts are the oldest, so both introduce a selection bias: the first among rollouts, the
-second among positions in a rollout. `LengthDeciles` measures it.
+With `preprocess.lag_drop=never` nothing is dropped for its lag: pacing alone bounds it, in the mean (docs/pacing.md).
+With `rollout` a rollout with a token beyond `max_lag_steps` is dropped, and with `token` it keeps its younger tokens.
+Long rollouts are the oldest, so these two introduce a selection bias, among rollouts and among positions in a rollout.
+`LengthDeciles` measures it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
 from pipelinerl.preprocess.samples import INVALID, LAG, SCORES, Sample, Source
 from pipelinerl.records import TrainingSequence
 
-LagDrop = Literal["rollout", "token"]
+LagDrop = Literal["never", "rollout", "token"]
 
 WINDOW = 2000
 """Number of latest rollouts that the deciles cover."""
@@ -126,7 +127,7 @@ class LengthDeciles:
             f"max_lag_steps={max_lag_steps} takes {lost:.0%} of the longest tenth of the rollouts and "
             f"{lost_by_shortest:.0%} of the shortest: what is trained is shorter than what is sampled. "
             f"Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
-            "preprocess.lag_drop=token keeps what is young enough of them"
+            "preprocess.lag_drop=never trains them all, and bounds their lag in the mean"
         )
 
     def _parts(self) -> list[np.ndarray]:
@@ -166,9 +167,11 @@ class BatchCutter:
     """Step of the batch being filled."""
     batch_size: int
     max_lag_steps: int | None
+    """Largest lag of a trained token, `Config.token_lag_bound`."""
     stride: int = 1
     """Steps from one batch of this preprocessor to its next: the number of preprocessors."""
     lag_drop: LagDrop = "rollout"
+    """What becomes of a rollout with an older token, where there is a bound."""
     samples: list[Sample] = field(default_factory=list)
 
     def resume_at(self, step: int) -> None:

@@ -108,7 +108,7 @@ class Preprocessor:
         self.cutter = BatchCutter(
             step=next_own_step(self.totals.step, replica, num_replicas),
             batch_size=cfg.batch_size,
-            max_lag_steps=cfg.max_lag_steps,
+            max_lag_steps=cfg.token_lag_bound,
             lag_drop=cfg.preprocess.lag_drop,
             stride=num_replicas,
         )

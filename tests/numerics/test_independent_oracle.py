@@ -118,7 +118,7 @@ def random_case(seed: int) -> Case:
     if rng.random() < 0.3 and advantage != "value":
         overrides.append("preprocess.filter_zero_advantage_groups=true")
     if rng.random() < 0.3:
-        overrides += ["max_lag_steps=4", f"preprocess.lag_drop={rng.choice(['rollout', 'token'])}"]
+        overrides += ["max_lag_steps=4", f"preprocess.lag_drop={rng.choice(['rollout', 'token', 'never'])}"]
     return Case(
         seed,
         tuple(overrides),
@@ -292,7 +292,7 @@ def train(
 ) -> Iterator[dict[str, float]]:
     rules = BatchRules(
         vocab_size=VOCAB,
-        max_lag_steps=cfg.max_lag_steps,
+        max_lag_steps=cfg.token_lag_bound,
         layout=case.layout,
         tokens_per_attention_unit=0,
         float_dtype=torch.float64,

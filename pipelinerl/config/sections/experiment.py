@@ -186,8 +186,9 @@ class Config(Section):
     attempts: PositiveInt = key(8, "rollouts of one problem, the group over which the advantage is taken")
     max_lag_steps: NonNegativeInt | None = key(
         8,
-        "hard bound: a token sampled more optimizer steps ago is never trained. It is dropped and counted, and the "
-        "actor paces itself so that this is rare. 0 = synchronous, null = no bound. Also e.g. `2048 samples`",
+        "how far generation may run ahead: the mean over rollouts of the optimizer steps from start to training is at "
+        "most this, and with `preprocess.lag_drop` that of every token. 0 = synchronous, null = no bound. Also e.g. "
+        "`2048 samples`",
     )
     schedule: Literal["pipeline", "conventional"] = key(
         "pipeline",
@@ -312,6 +313,12 @@ class Config(Section):
         known = POLICY_LOSSES.get(rl.policy_loss)
         always = known is not None and known.proximal == "always"
         return self.steps_per_phase if rl.proximal_every is None and always else rl.proximal_every
+
+    @property
+    def token_lag_bound(self) -> int | None:
+        """Largest lag of a trained token, in optimizer steps. None: single tokens have no bound (docs/pacing.md)."""
+        in_the_mean = self.preprocess.lag_drop == "never" and self.schedule == "pipeline" and self.max_lag_steps != 0
+        return None if in_the_mean else self.max_lag_steps
 
     @property
     def batch_size(self) -> int:

@@ -143,10 +143,11 @@ class PreprocessSection(Section):
     )
     overlong_filtering: bool = key(False, "weight 0 for rollouts that the server cut for their length")
     overlong_buffer_tokens: NonNegativeInt = key(0, "length of the soft penalty before `max_tokens`. 0 = none")
-    lag_drop: Literal["rollout", "token"] = key(
-        "rollout",
-        "if a token exceeds `max_lag_steps`: `rollout` drops the whole rollout, `token` masks the token. See "
-        "[§5](algorithms.md)",
+    lag_drop: Literal["never", "rollout", "token"] = key(
+        "never",
+        "what becomes of a token older than `max_lag_steps`. `never`: it is trained, so that lengths are trained as "
+        "they were sampled. `rollout`: its rollout is dropped. `token`: it is masked "
+        "([pacing](pacing.md#lag-and-length))",
     )
     reference_concurrency: PositiveInt = key(64, "requests at a time per reference server", may_change=True)
     max_ready_steps: PositiveInt = key(

@@ -1,5 +1,6 @@
 """The pacing rule against a simulated preprocessor and trainer: no deadlock, no lag beyond the bound, no starvation."""
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -37,11 +38,14 @@ class World:
     dropped_later: int = 0
     seen_dropped_later: int = 0
     running: list[int] = field(default_factory=list)
-    published: deque[int] = field(default_factory=deque)
-    batch: list[int] = field(default_factory=list)
-    ready: deque[list[int]] = field(default_factory=deque)
+    published: deque[tuple[int, int]] = field(default_factory=deque)
+    """(version at the start, version at the end) of each rollout"""
+    batch: list[tuple[int, int]] = field(default_factory=list)
+    ready: deque[list[tuple[int, int]]] = field(default_factory=deque)
     packed: int = 0
     trained_lags: list[int] = field(default_factory=list)
+    trained_waits: list[int] = field(default_factory=list)
+    """Steps from the end of each trained rollout's group to its training."""
 
     def tick(self) -> None:
         random_order = [self.start, self.finish, self.pack, self.train, self.hear]
@@ -62,24 +66,26 @@ class World:
         if self.rng.random() < self.fail:
             self.dropped += self.attempts
         else:
-            self.published.extend([version] * self.attempts)
+            self.published.extend([(version, self.version)] * self.attempts)
 
     def pack(self) -> None:
         if not self.published:
             return
-        version = self.published.popleft()
+        versions = self.published.popleft()
         filtered = self.rng.random() > self.keep
-        if filtered or (self.bound is not None and self.packed - version > self.bound):
+        if filtered or (self.bound is not None and self.packed - versions[0] > self.bound):
             self.dropped_later += 1
             return
-        self.batch.append(version)
+        self.batch.append(versions)
         if len(self.batch) == self.pacing.batch_size:
             self.ready.append(self.batch)
             self.batch, self.packed = [], self.packed + 1
 
     def train(self) -> None:
         if self.ready and self.step < STEPS:
-            self.trained_lags += [self.step - version for version in self.ready.popleft()]
+            batch = self.ready.popleft()
+            self.trained_lags += [self.step - started for started, _ in batch]
+            self.trained_waits += [self.step - ended for _, ended in batch]
             self.step += 1
             if self.step % self.push_every == 0:
                 self.version = self.step
@@ -115,6 +121,27 @@ def test_pipeline_never_deadlocks_nor_exceeds_the_bound(
     assert min(world.trained_lags) >= 0
     assert bound is None or max(world.trained_lags) <= bound
     assert bound != 0 or set(world.trained_lags) == {0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    bound=st.sampled_from([0, 1, 2, 8]),
+    batch=st.integers(1, 12),
+    attempts=st.integers(1, 8),
+    slots=st.integers(1, 12),
+    fail=st.sampled_from([0.0, 0.2]),
+    keep=st.sampled_from([1.0, 0.5]),
+)
+def test_without_drops_the_bound_holds_in_the_mean_and_behind_the_end_of_a_group(
+    seed: int, bound: int, batch: int, attempts: int, slots: int, fail: float, keep: float
+) -> None:
+    """When a version comes, at most bound · batch + attempts − 1 samples wait for training (docs/pacing.md)."""
+    pacing = Pacing(batch_size=batch, max_lag_steps=bound, max_train_steps=STEPS)
+    world = simulate(World(pacing, attempts, slots, None, fail, keep, 1, random.Random(seed)))
+    assert len(world.trained_lags) == STEPS * batch
+    assert sum(world.trained_lags) <= (STEPS - 1) * (bound * batch + attempts - 1)
+    assert max(world.trained_waits) <= bound + math.ceil((attempts - 1) / batch)
 
 
 @settings(max_examples=30, deadline=None)

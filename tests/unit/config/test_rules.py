@@ -317,6 +317,25 @@ def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) 
         assert rules.lag_allows_updates(short) is not None
 
 
+@pytest.mark.parametrize(
+    ("lag_drop", "max_lag_steps", "schedule", "expected"),
+    [
+        ("never", 8, "pipeline", None),
+        ("never", None, "pipeline", None),
+        ("never", 0, "pipeline", 0),  # synchronous: a mean of 0 is 0 for each
+        ("never", 8, "conventional", 8),
+        ("rollout", 8, "pipeline", 8),
+        ("token", 8, "pipeline", 8),
+        ("token", None, "pipeline", None),
+    ],
+)
+def test_single_tokens_have_a_bound_where_older_ones_are_dropped(
+    base: Config, lag_drop: str, max_lag_steps: int | None, schedule: str, expected: int | None
+) -> None:
+    found = changed(base, preprocess__lag_drop=lag_drop, max_lag_steps=max_lag_steps, schedule=schedule)
+    assert found.token_lag_bound == expected
+
+
 HINTED = {
     "clip_is_idle": {"finetune__rl__policy_loss": "decoupled_ppo", "finetune__rl__epsilon_high": 0.28},
     "reference_without_kl": {"world__preprocessor_fraction": 1},

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.preprocess.batching import BatchCutter, LengthDeciles, without_old_tokens
+from pipelinerl.preprocess.batching import BatchCutter, LagDrop, LengthDeciles, without_old_tokens
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import TrainingSequence
 from tests.says import says
@@ -80,7 +80,7 @@ def test_without_old_tokens_nothing_left_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(("lag_drop", "reason", "trained"), [("rollout", "lag", None), ("token", None, 6)])
-def test_cutter_drops_the_rollout_or_its_old_tokens(lag_drop: str, reason: str | None, trained: int | None) -> None:
+def test_cutter_drops_the_rollout_or_its_old_tokens(lag_drop: LagDrop, reason: str | None, trained: int | None) -> None:
     cutter = BatchCutter(step=8, batch_size=1, max_lag_steps=3, lag_drop=lag_drop)
     assert cutter.offer(LONG) == reason
     batch = cutter.next_batch()
