@@ -12,16 +12,12 @@ The rules that are compared, all with the same bound:
 
 For each: the share of the sampled tokens that is trained, by tenths of length; the time of the whole training; the
 steps from the start of a rollout to its training; and held-out success of a policy that learns from it (`Learner`).
-
-`--runs FILE` trains the task of `schedules.py` instead, with server, actor, preprocessor and trainer: heavy-tailed
-lengths, a bound of 2, 64 rollouts per step. There the trained tokens are the first ones, so the oldest.
 """
 
 import argparse
 import heapq
 import itertools
 import json
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -30,9 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import schedules_runs as runs
 from pipelinerl.actor.pacing import Pacing
-from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.plan.lengths import Lengths
 
 MEAN, LONGEST, BOUND, READY_STEPS = 600, 8192, 8, 2
@@ -45,7 +39,6 @@ RULES = ("rollout", "token", "never", "wait")
 SIZES = ((64, 1.2), (8, 0.8))
 """Attempts of a group, and standard deviation of the logarithm of lengths."""
 DECILES = 10
-SHORT = ("max_lag_steps=2",)
 CURVES = ("success", "success_longest_tenth")
 """Held-out success of each version."""
 
@@ -297,16 +290,16 @@ class Simulation:
         }
 
 
-def summarised(simulated: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> dict[str, Any]:
+def summarised(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over the seeds, or [mean, standard error]. ``baseline``: the runs of rule `rollout`, of the same seeds."""
-    pairs = list(zip(simulated, baseline, strict=True))
+    pairs = list(zip(runs, baseline, strict=True))
     result: dict[str, Any] = {}
-    for name in simulated[0].keys() - {"version_times", *CURVES}:
-        mean = np.mean([run[name] for run in simulated], axis=0)
+    for name in runs[0].keys() - {"version_times", *CURVES}:
+        mean = np.mean([run[name] for run in runs], axis=0)
         result[name] = [round(float(x), 3) for x in mean] if mean.ndim else round(float(mean), 4)
     result["wall_over_rollout"] = with_error([run["wall"] / base["wall"] for run, base in pairs])
     for name in CURVES:
-        result[name] = with_error([run[name][-1] for run in simulated])
+        result[name] = with_error([run[name][-1] for run in runs])
         result[f"{name}_minus_rollout"] = with_error([run[name][-1] - base[name][-1] for run, base in pairs])
         at_equal_time = [until(run, base, name) - until(base, run, name) for run, base in pairs]
         result[f"{name}_minus_rollout_at_equal_time"] = with_error(at_equal_time)
@@ -323,48 +316,22 @@ def until(run: dict[str, Any], other: dict[str, Any], name: str) -> float:
     return float(run[name][np.searchsorted(run["version_times"], end, side="right") - 1])
 
 
-def trained(folder: Path, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Whole runs under the rules `rollout` and `never`."""
-    runs.environment()
-    runs.preload()
-    model = runs.ensure_model(folder / "model")
-    found = []
-    with runs.running_server(model, folder / "server") as server:
-        for seed, rule in itertools.product(range(seeds), ("rollout", "never")):
-            run = runs.Run(lengths="heavy", steps=steps, overrides=(f"preprocess.lag_drop={rule}", *SHORT), seed=seed)
-            place = folder / f"{rule}{seed}"
-            runs.execute(run, model, place, server)
-            measured = runs.measured(run, model, place)
-            dropped = read_metrics(place, "preprocessor")[-1].get("dropped/lag", 0)
-            found.append({"seed": seed, "rule": rule, "rollouts_dropped": int(dropped)})
-            found[-1] |= {name: measured[name] for name in ("success", "lag_mean", "lag_max")}
-            found[-1]["seconds"] = measured["step_ends_s"][-1]
-            print(json.dumps(found[-1]), flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a training")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--runs", type=Path, help="train whole runs and write their results here")
+    parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
-    if arguments.runs:
-        with tempfile.TemporaryDirectory(prefix="lag-drop-") as scratch:
-            found = trained(Path(scratch), arguments.steps, arguments.seeds)
-        arguments.runs.write_text(json.dumps(found, indent=1) + "\n")
-        return
     began = time.process_time()
     document: dict[str, Any] = {"bound": BOUND, "steps": arguments.steps, "seeds": arguments.seeds, "sizes": []}
     for attempts, sigma in SIZES:
         lengths = Lengths.lognormal(MEAN, LONGEST, sigma)
-        simulated = {
+        runs = {
             rule: [Simulation(rule, attempts, lengths, arguments.steps, seed).run() for seed in range(arguments.seeds)]
             for rule in RULES
         }
         size: dict[str, Any] = {"attempts": attempts, "sigma": sigma}
-        size |= {rule: summarised(of_rule, simulated["rollout"]) for rule, of_rule in simulated.items()}
+        size |= {rule: summarised(of_rule, runs["rollout"]) for rule, of_rule in runs.items()}
         document["sizes"].append(size)
     document["cpu_s"] = round(time.process_time() - began, 1)
     text = json.dumps(document, indent=2)
