@@ -151,8 +151,8 @@ def within_lag(member: Member, step: int, cfg: Config) -> bool:
     """Whether the member can be trained at the step. Masks too old tokens if the configuration says so."""
     if cfg.token_lag_bound is None:
         return True
-    oldest = step - cfg.max_lag_steps
-    if cfg.preprocess.lag_drop == "rollout":
+    oldest = step - cfg.token_lag_bound
+    if cfg.preprocess.lag_drop != "token":
         return all(version >= oldest for text in member.texts for version in text.versions)
     for text in member.texts:
         kept = [k for k, version in enumerate(text.versions) if version >= oldest]

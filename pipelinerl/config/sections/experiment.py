@@ -186,9 +186,9 @@ class Config(Section):
     attempts: PositiveInt = key(8, "rollouts of one problem, the group over which the advantage is taken")
     max_lag_steps: NonNegativeInt | None = key(
         8,
-        "how far generation may run ahead: the mean over rollouts of the optimizer steps from start to training is at "
-        "most this, and with `preprocess.lag_drop` that of every token. 0 = synchronous, null = no bound. Also e.g. "
-        "`2048 samples`",
+        "how far generation may run ahead: the mean over rollouts of the optimizer steps from start to training is "
+        "about this at most. `preprocess.lag_drop` makes it a bound on every token. 0 = synchronous, null = no bound. "
+        "Also e.g. `2048 samples`",
     )
     schedule: Literal["pipeline", "conventional"] = key(
         "pipeline",
