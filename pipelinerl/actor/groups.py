@@ -226,8 +226,13 @@ class TrainingGroups:
             values |= {
                 ActorMetric.MIX.of(domain=name): samples / max(1, sum(kept.values())) for name, samples in kept.items()
             }
-        removed = sum(len(source.removed) for source in progress.sources.values())
-        return values | ({ActorMetric.PROBLEMS_REMOVED: removed} if removed else {})
+        if removed := sum(len(source.removed) for source in progress.sources.values()):
+            values[ActorMetric.PROBLEMS_REMOVED] = removed
+        samplers = [source.sampler for source in progress.sources.values() if source.sampler is not None]
+        if samplers:
+            values[ActorMetric.PROBLEMS_TRIED] = sum(sampler.problems_tried for sampler in samplers)
+            values[ActorMetric.POOL_SIZE] = sum(sampler.pool_size for sampler in samplers)
+        return values
 
     def _waits(self, group: TrainingGroup, now: float) -> bool:
         return self._table.gate.holds(group.used, finished=group.finished, now=now)

@@ -1,17 +1,19 @@
 """Chooses the next problem: a seeded permutation per epoch holds each problem once, split over the actors. Pure.
 
 An epoch's order depends only on (seed, domain, epoch) and on the problems that had left the pool when it began. Actor
-``i`` of ``n`` takes the places ``i``, ``i + n``, ``i + 2n``, …
+``i`` of ``n`` takes the places ``i``, ``i + n``, ``i + 2n``, … With a sampler (``actor.sampling``) an epoch is a round
+of the problems that it drew, which are part of the progress until the round is resolved.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
+from pipelinerl.actor.sampling import ProblemSampler
 from pipelinerl.errors import DomainError
 from pipelinerl.records.order import DomainOrder, numbers
 
@@ -48,6 +50,8 @@ class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Problems that had left the pool when the epoch began."""
     resolved: tuple[int, ...] = msgspec.field(name="settled")
     """Positions of this epoch that are published or dropped."""
+    drawn: tuple[int, ...] = ()
+    """Indices of the problems of this actor's places, in order, if a sampler drew them. Empty: the permutation's."""
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class _Epoch:
     """An epoch that has begun and is not completely resolved."""
 
     removed_when_begun: tuple[int, ...]
+    drawn: tuple[int, ...]
     size: int
     resolved: set[int] = field(default_factory=set)
 
@@ -62,13 +67,25 @@ class _Epoch:
 class ProblemSource:
     """Yields one domain's problems for one actor without end.
 
+    Args:
+        sampler: draws the problems. None: every epoch holds each problem once.
+
     Example:
         >>> source = ProblemSource(num_problems=3, seed=0, name="guessing")
         >>> sorted(source.next_problem().problem_index for _ in range(3))
         [0, 1, 2]
     """
 
-    def __init__(self, *, num_problems: int, seed: int, name: str, actor: int = 0, num_actors: int = 1):
+    def __init__(
+        self,
+        *,
+        num_problems: int,
+        seed: int,
+        name: str,
+        actor: int = 0,
+        num_actors: int = 1,
+        sampler: ProblemSampler | None = None,
+    ):
         if num_problems < num_actors:
             raise DomainError(
                 f"domain {name} has {num_problems} training problems for world.replicas={num_actors} actors: "
@@ -76,6 +93,7 @@ class ProblemSource:
             )
         self._num_problems, self._seed, self._name = num_problems, seed, name
         self._actor, self._num_actors = actor, num_actors
+        self.sampler = sampler
         self._removed: set[int] = set()
         self._epochs: dict[int, _Epoch] = {}
         self._queue: deque[Place] = deque()
@@ -85,7 +103,7 @@ class ProblemSource:
         """Returns the place of the next problem that is not resolved."""
         while True:
             while not self._queue:
-                self._begin_epoch(self._next_epoch, self._removed)
+                self._begin_epoch(self._next_epoch, tuple(sorted(self._removed)))
             place = self._queue.popleft()
             epoch = self._epochs.get(place.epoch)
             if epoch is not None and place.position not in epoch.resolved:
@@ -126,7 +144,10 @@ class ProblemSource:
         """Returns the epochs that are not completely resolved. All other epochs before ``next_epoch`` are."""
         return tuple(
             EpochProgress(
-                epoch=number, removed_when_begun=epoch.removed_when_begun, resolved=tuple(sorted(epoch.resolved))
+                epoch=number,
+                removed_when_begun=epoch.removed_when_begun,
+                resolved=tuple(sorted(epoch.resolved)),
+                drawn=epoch.drawn,
             )
             for number, epoch in sorted(self._epochs.items())
         )
@@ -137,7 +158,7 @@ class ProblemSource:
         self._queue.clear()
         self._epochs.clear()
         for begun in sorted(progress, key=lambda item: item.epoch):
-            self._begin_epoch(begun.epoch, begun.removed_when_begun)
+            self._begin_epoch(begun.epoch, begun.removed_when_begun, begun.drawn)
             self._epochs[begun.epoch].resolved.update(begun.resolved)
         self._next_epoch = next_epoch
 
@@ -145,6 +166,8 @@ class ProblemSource:
         self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]
     ) -> None:
         """Continues after a checkpoint. Places of its epochs that it has not resolved come again.
+
+        With a sampler their problems are drawn again, from what is known now.
 
         Args:
             order: what the checkpoint has resolved of this domain.
@@ -161,23 +184,34 @@ class ProblemSource:
                 epoch=epoch,
                 removed_when_begun=tuple(removed_at.get(epoch, ())),
                 resolved=tuple(sorted(self._actor + turn * self._num_actors for turn in turns)),
+                drawn=self._draw(epoch, removed, order.epochs[epoch].size if epoch in order.epochs else 0),
             )
             for epoch, turns in resolved.items()
             if epoch not in done
         ]
         self.restore(next_epoch=begun, progress=progress, removed=removed)
 
-    def _begin_epoch(self, epoch: int, removed: Collection[int]) -> None:
-        places = self._places(epoch, removed)
+    def _begin_epoch(self, epoch: int, removed: tuple[int, ...], drawn: tuple[int, ...] = ()) -> None:
+        drawn = drawn or self._draw(epoch, removed)
+        places = self._places(epoch, removed, drawn)
         if not places:  # every problem of this actor left the pool: use all of them again
             removed = ()
             self._removed.clear()
-            places = self._places(epoch, ())
-        self._epochs[epoch] = _Epoch(removed_when_begun=tuple(sorted(removed)), size=len(places))
+            drawn = self._draw(epoch, ())
+            places = self._places(epoch, (), drawn)
+        self._epochs[epoch] = _Epoch(removed_when_begun=removed, drawn=drawn, size=len(places))
         self._queue.extend(places)
         self._next_epoch = epoch + 1
 
-    def _places(self, epoch: int, removed: Collection[int]) -> list[Place]:
+    def _draw(self, epoch: int, removed: Iterable[int], size: int = 0) -> tuple[int, ...]:
+        return self.sampler.draw(epoch, removed=set(removed), size=size) if self.sampler is not None else ()
+
+    def _places(self, epoch: int, removed: Collection[int], drawn: Sequence[int]) -> list[Place]:
+        if self.sampler is not None:
+            return [
+                Place(epoch=epoch, position=self._actor + turn * self._num_actors, problem_index=index)
+                for turn, index in enumerate(drawn)
+            ]
         return epoch_places(
             num_problems=self._num_problems,
             seed=self._seed,

@@ -21,8 +21,10 @@ from pipelinerl.records import (
     DataOrder,
     EvaluationDone,
     OrderResumed,
+    ProblemHistory,
     RolloutGroup,
     TrainingResumed,
+    outcome_of,
 )
 from pipelinerl.records.order import DomainOrder
 from pipelinerl.state import TrainerState
@@ -40,6 +42,8 @@ class DomainSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     removed: tuple[int, ...]
     pass_counts: dict[int, tuple[int, int]]
     """Problem index → (successes, attempts). Kept only with no-positive-resampling."""
+    history: dict[int, ProblemHistory] = {}
+    """By problem index. Kept only with a sampler."""
 
 
 class ActorSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +131,8 @@ class ActorProgress:
         if source is not None:
             place = Place(epoch=record.epoch, position=record.position, problem_index=record.problem_index)
             source.mark_resolved(place)
+            if source.sampler is not None:
+                source.sampler.observe(outcome_of(record))
             successes = sum(rollout.metrics.get("success", 0.0) > 0 for rollout in rollouts)
             self._count_passes(source, record.domain, record.problem_index, successes, len(rollouts))
 
@@ -135,6 +141,8 @@ class ActorProgress:
         for name, source in self.sources.items():
             order = record.order.domains.get(name, DomainOrder())
             self.by_domain[name] = self.resolved_by_domain[name] = order.samples
+            if source.sampler is not None:
+                source.sampler.restore(order.history)
             source.resume_from_checkpoint(order, record.removed.get(name, ()), record.removed_at.get(name, {}))
         self.published = record.published if self._unit == "rollouts" else self.by_domain.total()
 
@@ -181,6 +189,7 @@ class ActorProgress:
                     epochs=source.progress(),
                     removed=tuple(sorted(source.removed)),
                     pass_counts=self._pass_counts[name],
+                    history=source.sampler.history() if source.sampler is not None else {},
                 )
                 for name, source in self.sources.items()
             },
@@ -196,7 +205,10 @@ class ActorProgress:
         for name, domain in snapshot.domains.items():
             if name in self.sources:
                 self._pass_counts[name] = dict(domain.pass_counts)
-                self.sources[name].restore(next_epoch=domain.next_epoch, progress=domain.epochs, removed=domain.removed)
+                source = self.sources[name]
+                if source.sampler is not None:
+                    source.sampler.restore(domain.history)
+                source.restore(next_epoch=domain.next_epoch, progress=domain.epochs, removed=domain.removed)
 
     def forget_in_flight(self) -> None:
         """Forgets unresolved dispatches, because none of them runs. Their numbers and problems become free again."""

@@ -16,6 +16,7 @@ from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.actor.pacing import Pacing
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.resume import ActorProgress, await_trainer, earlier_evaluations, order_resumed
+from pipelinerl.actor.sampling import make_sampler
 from pipelinerl.actor.setup import request_limits
 from pipelinerl.actor.without_trainer import ONLY_VERSION, OneVersion
 from pipelinerl.actor.work import WorkTable
@@ -200,6 +201,7 @@ def problem_sources(cfg: Config, domains: Sequence[TrainDomain], replica: int) -
             name=domain.name,
             actor=replica,
             num_actors=cfg.world.replicas,
+            sampler=make_sampler(cfg, domain.name, domain.problems, replica),
         )
         for domain in domains
     }

@@ -345,6 +345,15 @@ def judges_can_judge(config: Config) -> str | None:
     return None
 
 
+def sampler_takes_its_arguments(config: Config) -> str | None:
+    if config.actor.sampler is None and config.actor.sampler_kwargs:
+        return (
+            f"`actor.sampler_kwargs` is {config.actor.sampler_kwargs} but `actor.sampler` is null: name the function "
+            "that takes them, or remove them"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     renderer_is_alone,
     judges_can_judge,
@@ -373,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     filter_knows_advantages,
     phases_are_conventional,
     ray_shares_no_device,
+    sampler_takes_its_arguments,
 )
 
 

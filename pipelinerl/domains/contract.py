@@ -62,7 +62,7 @@ class Domain:
         loader = import_named(key, dotted)
         if inspect.iscoroutinefunction(loader):
             raise DomainError(f"`{key}` is {dotted}: it is a coroutine function; define it with `def`")
-        check_call(key, dotted, loader, ([],), params)
+        check_call(key, dotted, loader, ("dataset_names",), params, "dataset_loader_params")
         try:
             returned = loader(list(names), **params)
             problems = list(returned) if not isinstance(returned, (dict, str)) and returned is not None else None
@@ -138,7 +138,12 @@ def import_named(key: str, dotted: str) -> Callable[..., Any]:
 
 
 def check_call(
-    key: str, dotted: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    key: str,
+    dotted: str,
+    function: Callable[..., Any],
+    args: Sequence[str],
+    kwargs: dict[str, Any],
+    kwargs_key: str = "",
 ) -> None:
     """Checks that a user's function takes these arguments. Does not call it.
 
@@ -146,7 +151,9 @@ def check_call(
         key: configuration key that names the function, for the message.
         dotted: the function's dotted name, for the message.
         function: the function. One whose signature cannot be read passes.
-        args, kwargs: what it will be called with.
+        args: names of what it will be called with by position.
+        kwargs: what it will be called with by name.
+        kwargs_key: configuration key of ``kwargs``, for the message.
     Raises:
         DomainError: the signature does not fit. The message shows it.
     """
@@ -157,8 +164,8 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        wanted = "(dataset_names, **dataset_loader_params)" if args != ROLLOUT_ARGUMENTS else f"({', '.join(args)})"
-        raise DomainError(f"`{key}` is {dotted}{signature}: it cannot be called with {wanted}: {error}") from error
+        wanted = ", ".join([*args, *([f"**{kwargs_key}"] if kwargs_key else [])])
+        raise DomainError(f"`{key}` is {dotted}{signature}: it cannot be called with ({wanted}): {error}") from error
 
 
 def describe_error(error: BaseException) -> str:

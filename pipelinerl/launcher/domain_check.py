@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.actor.sampling import try_sampler
 from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
@@ -241,6 +242,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
             raise DomainError(
                 f"`teachers.hint` is true, but a training problem of {section.dataset_loader} has no text `hint`"
             )
+        try_sampler(cfg, section.name, train)
         try:
             asyncio.run(try_rollouts(with_both_spellings(OmegaConf.create(container)), rollout, train))
         except TrialFailure as failure:

@@ -139,9 +139,15 @@ class ActorMetric(Metric):
     SAMPLES_DISPATCHED = "samples_dispatched", "rollouts", "started for training"
     SAMPLES_PUBLISHED = "samples_published", "rollouts", "finished and published for training"
     SAMPLES_DROPPED = "samples_dropped", "rollouts", "that will never be trained, in the actor and behind it"
-    EPOCH = "epoch", "epochs", "of the training problems"
+    EPOCH = "epoch", "epochs", "of the training problems, or rounds that actor.sampler drew"
     VERSION = "version", "version", "of the live weights, -1 before the first"
     PROBLEMS_REMOVED = "problems_removed", "problems", "that left the pool because they are solved"
+    PROBLEMS_TRIED = "problems_tried", "problems", "of which a group has ended, with actor.sampler"
+    POOL_SIZE = (
+        "pool_size",
+        "problems",
+        "from which actor.sampler draws: (Σw)² / Σw² of its weights w, the number of problems if all weigh the same",
+    )
     MIX = "mix/{domain}", "share", "of a domain in the samples that are published and not dropped since"
     REWARD = "reward", "", "mean reward of a rollout"
     SUCCESS = "success", "share", "of rollouts that succeeded"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import ScoringModel, scoring_models, side_models
@@ -24,7 +24,7 @@ from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.status import CurrentWait
 from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
 from pipelinerl.preprocess.samples import Sample, Shaping, Source, prepare_group, refused_group
-from pipelinerl.records import ActorRecord, DataOrder, OrderResumed, RolloutGroup
+from pipelinerl.records import ActorRecord, DataOrder, GroupOutcome, OrderResumed, RolloutGroup, outcome_of
 from pipelinerl.records.check import check_group
 from pipelinerl.records.order import OrderFold
 from pipelinerl.records.topics import ACTOR
@@ -34,6 +34,13 @@ log = logging.getLogger(__name__)
 
 TakenTurn = tuple[str, int, int, int]
 """Domain, epoch, number of the turn in the epoch, number of turns in the epoch."""
+
+
+class _Unresolved(NamedTuple):
+    offset: int
+    turn: TakenTurn
+    outcome: GroupOutcome | None
+    """None: nobody asks for it, or ``order`` holds it already, because a part of the group is trained."""
 
 
 class GroupReader:
@@ -47,6 +54,7 @@ class GroupReader:
         attempts: largest number of rollouts in a group.
         order: which problems are resolved at ``source``.
         num_actors: number of actors that take turns in an epoch.
+        keeps_history: whether the resolved order says how the policy did on each problem, for `actor.sampler`.
     """
 
     def __init__(
@@ -59,12 +67,13 @@ class GroupReader:
         attempts: int,
         order: DataOrder | None = None,
         num_actors: int = 1,
+        keeps_history: bool = False,
     ):
         self.resumed: OrderResumed | None = None
         """The record that opens the stream of a run resumed from a checkpoint. None until it was read."""
         self._order = OrderFold(order)
-        self._num_actors = num_actors
-        self._unresolved: deque[tuple[int, TakenTurn]] = deque()
+        self._num_actors, self._keeps_history = num_actors, keeps_history
+        self._unresolved: deque[_Unresolved] = deque()
         self._reader = reader
         self._source = source
         self._shaping = shaping
@@ -92,8 +101,11 @@ class GroupReader:
             domains: domain of each sample of the batch before it.
         """
         self._order.count(domains)
-        while self._unresolved and (self._unresolved[0][0], 0) < source:
-            self._order.mark_resolved(*self._unresolved.popleft()[1])
+        while self._unresolved and (self._unresolved[0].offset, 0) < source:
+            group = self._unresolved.popleft()
+            self._order.mark_resolved(*group.turn)
+            if group.outcome is not None:
+                self._order.observe(group.turn[0], group.outcome)
         return self._order.to_record()
 
     def barrier(self) -> None:
@@ -109,7 +121,10 @@ class GroupReader:
                 self.resumed, self._order = record, OrderFold(record.order)
                 continue
             turn = record.position // self._num_actors
-            self._unresolved.append((offset, (record.domain, record.epoch, turn, record.epoch_size)))
+            outcome = outcome_of(record) if self._keeps_history and (offset, 0) >= self._source else None
+            self._unresolved.append(
+                _Unresolved(offset, (record.domain, record.epoch, turn, record.epoch_size), outcome)
+            )
             if isinstance(record, RolloutGroup):
                 samples = [sample for sample in self._prepare(offset, record) if sample.source >= self._source]
                 if samples:
@@ -236,6 +251,7 @@ def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupRead
         attempts=ctx.cfg.attempts,
         order=order,
         num_actors=max(len(ctx.world.get("preprocessor")), 1),
+        keeps_history=ctx.cfg.actor.sampler is not None,
     )
 
 

@@ -21,7 +21,7 @@ from pipelinerl.records.messages import (
     TrainingResumed,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.order import DataOrder
+from pipelinerl.records.order import DataOrder, GroupOutcome, ProblemHistory
 from pipelinerl.records.rollouts import (
     ActorRecord,
     BatchUnit,
@@ -31,6 +31,7 @@ from pipelinerl.records.rollouts import (
     Rollout,
     RolloutGroup,
     TrainingSequence,
+    outcome_of,
 )
 
 __all__ = [
@@ -43,11 +44,13 @@ __all__ = [
     "EvaluationDone",
     "EvaluationStarted",
     "GroupDropped",
+    "GroupOutcome",
     "MicroBatch",
     "OrderResumed",
     "PreprocessorProgress",
     "ProbeMissed",
     "ProbePassed",
+    "ProblemHistory",
     "RewardMode",
     "Rollout",
     "RolloutGroup",
@@ -59,4 +62,5 @@ __all__ = [
     "TrainingResumed",
     "TrainingSequence",
     "WeightUpdateSuccess",
+    "outcome_of",
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from pipelinerl.records.order import DataOrder
+from pipelinerl.records.order import DataOrder, GroupOutcome
 
 PROBLEM_CHARS = 4096
 
@@ -94,7 +94,8 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     """`<epoch>-<position>` for training, `test-<version>-<dataset>-<index>` for evaluation: unique in the run."""
     epoch: int
     position: int
-    """Position in the seeded permutation of the epoch. (epoch, position) is the problem's place in the run."""
+    """Position in the seeded permutation of the epoch, or in the round that `actor.sampler` drew. (epoch, position) is
+    the problem's place in the run."""
     problem_index: int
     """Index of the problem in the loader's list."""
     actor: int
@@ -147,3 +148,17 @@ class OrderResumed(msgspec.Struct, frozen=True, kw_only=True, tag="order_resumed
 
 
 ActorRecord = Annotated[RolloutGroup | GroupDropped | OrderResumed, msgspec.Meta(title="ActorRecord")]
+
+
+def outcome_of(record: RolloutGroup | GroupDropped) -> GroupOutcome:
+    """Returns how the policy did in a group. One with a reward that is no number counts as dropped."""
+    rewards_n = np.array([rollout.reward for rollout in record.rollouts] if isinstance(record, RolloutGroup) else [])
+    if not isinstance(record, RolloutGroup) or not len(rewards_n) or not np.isfinite(rewards_n).all():
+        return GroupOutcome(problem_index=record.problem_index)
+    successes_n = [rollout.metrics.get("success", 0.0) > 0 for rollout in record.rollouts]
+    return GroupOutcome(
+        problem_index=record.problem_index,
+        success=float(np.mean(successes_n)),
+        spread=float(np.abs(rewards_n - rewards_n.mean()).mean()),
+        version=record.dispatched_version,
+    )

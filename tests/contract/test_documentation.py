@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,6 +140,13 @@ def test_guides_transport_moves_a_bucket(guides: Path) -> None:
     for end in ends:
         end.close()
     assert torch.equal(bucket, received)
+
+
+def test_guides_sampler_weighs(guides: Path) -> None:
+    import my_sampler
+
+    pool = SimpleNamespace(success_N=np.array([0.95, 0.9, np.nan]))
+    assert my_sampler.not_solved_yet(pool, rest=0.25).tolist() == [0.25, 1.0, 1.0]
 
 
 def test_guides_engine_steps(guides: Path) -> None:

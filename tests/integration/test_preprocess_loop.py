@@ -26,6 +26,7 @@ from pipelinerl.records import (
     MicroBatch,
     OrderResumed,
     PreprocessorProgress,
+    ProblemHistory,
     SamplesProcessed,
     TrainerMessage,
     TrainingResumed,
@@ -309,12 +310,16 @@ def test_lost_training_data_is_an_error_not_a_gap(run_dir: Path):
 
 def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Path) -> None:
     rng = np.random.default_rng(0)
-    order = DataOrder(domains={"d": DomainOrder(samples=24, epochs={0: EpochOrder(size=20, settled=((0, 6),))})})
-    groups = [msgspec.structs.replace(make_group(rng, i, version=4), epoch_size=20) for i in range(6, 12)]
+    tried = {0: ProblemHistory(groups=2, success=0.25, spread=0.5, version=3)}
+    epoch = {0: EpochOrder(size=20, settled=((0, 6),))}
+    order = DataOrder(domains={"d": DomainOrder(samples=24, epochs=epoch, history=tried)})
+    groups = [
+        msgspec.structs.replace(make_group(rng, i, version=4), epoch_size=20, problem_index=i) for i in range(6, 12)
+    ]
     write_groups(run_dir, [OrderResumed(step=4, order=order, published=24), *groups])
     with open_writer(SingleStreamSpec(run_dir, topics.TRAINER), TrainerMessage) as trainer:
         trainer.write(TrainingResumed(step=4, repeated=0, samples_processed=24))
-    ctx = make_context(run_dir, make_world())
+    ctx = make_context(run_dir, make_world(), "actor.sampler=my.sampler")
     for until in (5, 7):  # killed in between
         with preprocessor(ctx) as role:
             turn_until(role, lambda role=role, until=until: role.totals.step >= until)
@@ -325,3 +330,6 @@ def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Pa
     assert batches[0].order.domains["d"].epochs[0].settled == ((0, 8),), "a group that is begun counts as resolved"
     assert batches[2].order is not None
     assert batches[2].order.domains["d"].epochs[0].settled == ((0, 11),)
+    history = batches[2].order.domains["d"].history
+    assert history[0] == tried[0]
+    assert {index: problem.groups for index, problem in history.items()} == {0: 2} | dict.fromkeys(range(6, 11), 1)

@@ -80,6 +80,12 @@ class ActorSection(Section):
         "`rollout_policy: pipelinerl.domains.dispatcher.generate_multidomain_rollout`. `domains` instead mixes by "
         "weight",
     )
+    sampler: str | None = key(
+        None,
+        "dotted name of a function of yours that weighs the training problems by how the policy does on them "
+        "([curricula](guides/curricula.md)). Null = a seeded permutation of all problems per epoch",
+    )
+    sampler_kwargs: dict[str, Any] = key({}, "keyword arguments of the sampler")
     llm_max_rollouts: PositiveInt | Literal["auto"] = key(
         "auto",
         "rollouts at a time per inference server. Auto = each server says how many it takes: at first as many of the "

@@ -92,6 +92,7 @@ REFUSED = {
     "standalone_from_the_beginning": {"debug__mode": "servers", "resume": "checkpoint"},
     "evaluation_has_problems": {"debug__mode": "evaluation", "test_dataset_names": []},
     "subset_is_not_empty": {"train_subset": {"begin": 8, "end": 8}},
+    "sampler_takes_its_arguments": {"actor__sampler_kwargs": {"rest": 0.1}},
     "ray_shares_no_device": {"launcher__engine": "ray", "world__share_devices": True},
 }
 
