@@ -18,6 +18,7 @@ from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.archive import read_archive
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.preprocess import loop
+from pipelinerl.preprocess.intake import open_groups
 from pipelinerl.preprocess.loop import Preprocessor
 from pipelinerl.records import (
     ActorRecord,
@@ -333,3 +334,17 @@ def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Pa
     history = batches[2].order.domains["d"].history
     assert history[0] == tried[0]
     assert {index: problem.groups for index, problem in history.items()} == {0: 2} | dict.fromkeys(range(6, 11), 1)
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_group_that_is_trained_in_part_is_in_the_history_once(run_dir: Path) -> None:
+    """The first batch ends within the second group, and the preprocessor restarts there."""
+    rng = np.random.default_rng(0)
+    write_groups(run_dir, [msgspec.structs.replace(make_group(rng, i, version=4), problem_index=i) for i in range(3)])
+    ctx, order = make_context(run_dir, make_world(), "actor.sampler=my.sampler"), DataOrder()
+    for begin, end in (((0, 0), (1, 2)), ((1, 2), (3, 0))):
+        groups = open_groups(ctx, begin, order)
+        groups.poll(0)
+        order = groups.resolve_before(end, ["d"] * 6)
+        groups.close()
+    assert {index: problem.groups for index, problem in order.domains["d"].history.items()} == {0: 1, 1: 1, 2: 1}

@@ -155,7 +155,10 @@ def rewards_of(index: int) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("cut", range(12))
 def test_restart_draws_what_an_undisturbed_actor_would_have_drawn(cut: int, tmp_path: Path) -> None:
-    """The process ends after ``cut`` groups, of which two are under way; the snapshot is that of the last round."""
+    """The process ends after ``cut`` groups, with two under way. Its snapshot is newer than their round."""
+
+    def often(pool: Pool) -> np.ndarray:
+        return 1.0 + 20 * (pool.groups_N % 2)
 
     def play(progress: ActorProgress, records: list[Any], until: int, folder: Path) -> None:
         under_way: list[Place] = []
@@ -168,12 +171,14 @@ def test_restart_draws_what_an_undisturbed_actor_would_have_drawn(cut: int, tmp_
             record = group(place, len(records), rewards_of(place.problem_index + place.epoch))
             records.append(record)
             progress.apply(record)
+            if len(records) % 2:
+                save_snapshot(folder, progress.snapshot(offset=len(records)))
 
     undisturbed: list[Any] = []
-    play(progress_of(), undisturbed, 30, tmp_path / "undisturbed")
+    play(progress_of(often), undisturbed, 30, tmp_path / "undisturbed")
     records: list[Any] = []
-    play(progress_of(), records, cut, tmp_path)
-    restarted, snapshot = progress_of(), load_snapshot(tmp_path)
+    play(progress_of(often), records, cut, tmp_path)
+    restarted, snapshot = progress_of(often), load_snapshot(tmp_path)
     if snapshot is not None:
         restarted.restore(snapshot)
     for record in records[snapshot.offset if snapshot else 0 :]:
