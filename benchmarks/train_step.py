@@ -7,6 +7,9 @@ bare side materialises the logits and does nothing else; ours checks the record,
 entropy terms, all diagnostics and the chunked float32 head. Neither includes the optimizer's update. With `--lora` both
 train only adapters of all linear layers. The two take turns, and medians are compared. On a shared machine compare CPU
 time instead: `--clock cpu`.
+
+With `--imitation` the bare side is a step on rollouts, and ours is the same step on conversations to imitate
+(`stage: sft`).
 """
 
 import argparse
@@ -16,8 +19,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -94,7 +100,14 @@ def timed(function: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def measure(
-    shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[], float], lora: bool = False
+    shape: Shape,
+    rows: bool,
+    chunk: int,
+    rounds: int,
+    clock: Callable[[], float],
+    *,
+    lora: bool = False,
+    imitation: bool = False,
 ) -> dict[str, float]:
     record = make_record(shape)
     rules = BatchRules(
@@ -108,9 +121,14 @@ def measure(
         models = [add_adapters(model, ADAPTERS, seed=0) for model in models]
     model, policy = models[0], Policy(models[1], chunk=chunk)
     batch = prepare_batch(record, rules, torch.device("cpu"))
+    first: Callable[[], object] = partial(bare_step, model, batch)
+    if imitation:
+        first = partial(our_step, Policy(models[0], chunk=chunk), record, rules)
+        every = np.ones(shape.documents, dtype=bool)
+        record = msgspec.structs.replace(record, supervised=every)
     bare, ours = [], []
     for _ in range(rounds + 1):
-        bare.append(timed(lambda: bare_step(model, batch), clock))
+        bare.append(timed(first, clock))
         ours.append(timed(lambda: our_step(policy, record, rules), clock))
     bare, ours = bare[1:], ours[1:]
     return {
@@ -131,6 +149,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--layouts", nargs="+", default=["packed", "rows"], choices=["packed", "rows"])
     parser.add_argument("--lora", action="store_true", help="train adapters only, on both sides")
+    parser.add_argument("--imitation", action="store_true", help="imitation against rollouts, both by our step")
     parser.add_argument("--chunk", type=int, default=256, help="finetune.head_chunk_tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -145,10 +164,19 @@ def main() -> None:
         "clock": args.clock,
         "chunk": args.chunk,
         "lora": args.lora,
+        "imitation": args.imitation,
         "shape": vars(shape) | {"parameters": parameters},
     }
     for layout in args.layouts:
-        figures = measure(shape, layout == "rows", args.chunk, args.rounds, CLOCKS[args.clock], args.lora)
+        figures = measure(
+            shape,
+            layout == "rows",
+            args.chunk,
+            args.rounds,
+            CLOCKS[args.clock],
+            lora=args.lora,
+            imitation=args.imitation,
+        )
         result[layout] = figures
         print(f"{layout}: bare {figures['bare_s']:.3f} s, ours {figures['ours_s']:.3f} s, ratio {figures['ratio']:.3f}")
     if args.json:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pipelinerl.errors import WeightUpdateError
@@ -16,7 +16,7 @@ from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.server_pool import ServerPool
-from pipelinerl.weights.publish.standing import Report, Standing, UsualRate, healthy_s, judge_links
+from pipelinerl.weights.publish.standing import Report, UsualRate, healthy_s, judge_links
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
 from pipelinerl.weights.transfer.wire import WireError
 from pipelinerl.weights.verify.checker import WeightChecker
@@ -144,21 +144,19 @@ class Pushing:
                 reports = pending.reports.setdefault(request.base_version, [])
                 reports.append(Report(server=client.name, seconds=transfer_s, links=answer.links))
                 self._usual.record(request.version, num_bytes, reports)
-                self._judge(reports, pending.standings, pool, self._usual.seconds(num_bytes))
+                self._judge(reports, pending, pool, self._usual.seconds(num_bytes))
             size = answer.staged_bytes if request.base_version is None else num_bytes
             self._measure_uplink(client, size, pending.reports.get(request.base_version, []))
         if answer is not None and self._checker is not None:
             self._checker.start_check(client.name, request.version)
         self._wake()
 
-    def _judge(
-        self, reports: Sequence[Report], before: Mapping[str, Standing], pool: ServerPool, usual_s: float
-    ) -> None:
+    def _judge(self, reports: Sequence[Report], pending: PendingVersion, pool: ServerPool, usual_s: float) -> None:
         """Takes the verdict over a chain, which may change with every report."""
         servers = {address: client.name for client in pool for address in client.workers}
-        verdict = judge_links(reports, servers, before, usual_s)
+        verdict = judge_links(reports, servers, pending.standings, usual_s)
         for client in pool:
-            client.standing.judge(client.name, verdict)
+            client.standing.judge(client.name, verdict, pending.version)
 
     def _measure_uplink(self, client: ServerClient, num_bytes: int, reports: Sequence[Report]) -> None:
         """Has the uplink of a server measured from which nobody pulls any more, beside everything else.

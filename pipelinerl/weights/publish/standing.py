@@ -4,12 +4,14 @@ Servers report the links that were a limit (`protocol.Link`). A slow link has tw
 Whoever did well on another link of the same update is not. If that clears neither, both are taken for slow until the
 next update or the gauge clears one: the place at the end of the chain costs a healthy server nothing. A link of which
 one end is known to be slow says nothing about the other. Between slow and well nothing is said, and what was known
-stays: two slow servers that share an uplink look half as slow as they are.
+stays: two slow servers that share an uplink look half as slow as they are. Of three or more a healthy one looks as
+slow as its share of the uplink, so one that had its share is given a chance, the next time only after twice as many
+updates.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipelinerl.weights.protocol import Address, Link
 
@@ -19,6 +21,9 @@ SLOWER, SLOWER_S = 2.0, 0.5
 """A link is slow if it would need so many times the fastest server's seconds, and so many seconds more."""
 WELL = 1.5
 """A link is well if it would need at most so many times the fastest server's seconds, or `SLOWER_S` more."""
+EQUAL, SHARERS = 1.1, 3
+"""Of those who share an uplink, who needs at most so many times the seconds of the first has an equal share. Of more
+than so many, a server of a quarter of the rate has one, too."""
 MAX_PASSES = 64
 REMEMBERED = 4
 """Updates after which a rate that nobody reaches any more is forgotten."""
@@ -42,6 +47,8 @@ class LinkVerdict:
     gives_slowly: frozenset[str] = frozenset()
     takes_well: frozenset[str] = frozenset()
     takes_slowly: frozenset[str] = frozenset()
+    takes_its_share: frozenset[str] = frozenset()
+    """It had its equal share of a fast uplink that all slow ones shared. A slow downlink may have carried as much."""
 
 
 def is_slow(seconds: float, fastest_s: float) -> bool:
@@ -110,6 +117,10 @@ def judge_links(
         if puller in in_time and link.share > 0.5 and not is_slow(link.whole_s, fastest_s)
     }
     known = known or {}
+    shared = {t for _, t, link in measured if link.is_shared and is_well(link.whole_s, fastest_s)}
+    few = sum(standing.is_slow for standing in known.values()) <= SHARERS
+    shared_s = {one.server: one.seconds for one in reports if one.server in shared and few}
+    takes_its_share = {t for t, seconds in shared_s.items() if seconds <= EQUAL * min(shared_s.values())}
     slow_pullers = {name for name, standing in known.items() if standing.takes_slowly} - takes_well
     slow_sources = {name for name, standing in known.items() if standing.gives_slowly} - gives_well
     # Nobody can replace the trainer, so the puller answers for a slow link to it, as to any source that gives well.
@@ -124,7 +135,25 @@ def judge_links(
         gives_slowly=frozenset(gives_slowly),
         takes_well=frozenset(takes_well),
         takes_slowly=frozenset(takes_slowly),
+        takes_its_share=frozenset(takes_its_share),
     )
+
+
+@dataclass
+class Probation:
+    """How often in a row a link did well that is known to be slow. So many times are wanted, twice as many each time
+    that it was cleared."""
+
+    passes: int = 0
+    wanted: int = 1
+
+    def clears(self, *, is_well: bool) -> bool:
+        """Takes one look at the link. Returns whether it counts as well again."""
+        self.passes = self.passes + 1 if is_well else 0
+        if self.passes < self.wanted:
+            return False
+        self.passes, self.wanted = 0, min(2 * self.wanted, MAX_PASSES)
+        return True
 
 
 @dataclass
@@ -133,24 +162,29 @@ class Standing:
 
     gives_slowly: bool = False
     takes_slowly: bool = False
-    _passes: int = 0
-    """Gauges in a row in which its uplink was fast."""
-    _wanted_passes: int = 1
-    """So many are wanted. Twice as many after each time that a gauge cleared it."""
+    _uplink: Probation = field(default_factory=Probation)
+    """Its looks are gauges."""
+    _downlink: Probation = field(default_factory=Probation)
+    """Its looks are updates in which it had its share of an uplink."""
+    _version: int = -1
+    """Newest version whose update was such a look."""
 
     @property
     def is_slow(self) -> bool:
         return self.gives_slowly or self.takes_slowly
 
-    def judge(self, server: str, verdict: LinkVerdict) -> None:
-        """Takes the newest verdict. What it did not measure stays as it was."""
+    def judge(self, server: str, verdict: LinkVerdict, version: int) -> None:
+        """Takes the newest verdict on the update to a version. What it did not measure stays as it was."""
         before = (self.gives_slowly, self.takes_slowly)
         if server in verdict.gives_well | verdict.gives_slowly:
             self.gives_slowly = server in verdict.gives_slowly
         if server in verdict.takes_well | verdict.takes_slowly:
             self.takes_slowly = server in verdict.takes_slowly
+        elif self.takes_slowly and server in verdict.takes_its_share and version > self._version:
+            self._version = version
+            self.takes_slowly = not self._downlink.clears(is_well=True)
         if self.gives_slowly and not before[0]:
-            self._passes = 0
+            self._uplink.passes = 0
         self._tell(server, before)
 
     def fail(self, server: str) -> None:
@@ -162,10 +196,8 @@ class Standing:
     def gauge(self, server: str, seconds: float, fastest_s: float) -> None:
         """Takes a measurement of the uplink: ``seconds`` that a whole version would take over it."""
         before = (self.gives_slowly, self.takes_slowly)
-        self._passes = 0 if is_slow(seconds, fastest_s) else self._passes + 1
-        if self.gives_slowly and self._passes >= self._wanted_passes:
-            self.gives_slowly = False
-            self._wanted_passes = min(2 * self._wanted_passes, MAX_PASSES)
+        if self.gives_slowly:
+            self.gives_slowly = not self._uplink.clears(is_well=not is_slow(seconds, fastest_s))
         self._tell(server, before)
 
     def _tell(self, server: str, before: tuple[bool, bool]) -> None:
