@@ -75,9 +75,9 @@ class FamilyRenderer(ChatRenderer):
 
 def family_renderer(tokenizer: Any, family: str, kwargs: Mapping[str, Any]) -> "Renderer":
     """Returns the family's code for a tokenizer. Raises ``ConfigError`` as ``check_family``, or for the tokenizer."""
-    import renderers
-
     config = check_family(family, kwargs)
+    import renderers  # is installed, or it was refused
+
     try:
         return renderers.create_renderer(tokenizer, config)
     except (AssertionError, ValueError, TypeError, OSError, ImportError) as error:

@@ -112,5 +112,8 @@ def test_tokenizer_of_another_family_is_refused() -> None:
 
 def test_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(ConfigError, match=says("llm.renderer", "pip install 'pipelinerl[renderers]'")):
+    said = says("llm.renderer", "pip install 'pipelinerl[renderers]'")
+    with pytest.raises(ConfigError, match=said):
         check_family("qwen3", {})
+    with pytest.raises(ConfigError, match=said):
+        family_renderer(None, "qwen3", {})
