@@ -13,7 +13,7 @@ from pipelinerl.actor.loop import ActorLoop
 from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.actor.pacing import Pacing
-from pipelinerl.actor.problems import ProblemSource
+from pipelinerl.actor.problems import Place, ProblemSource
 from pipelinerl.actor.resume import ActorProgress
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.worker_pool import Lost
@@ -46,6 +46,44 @@ def rollout(attempt: int, version: int, success: float = 1.0, servers: dict[str,
         servers=tuple(used),
         probes_missed=tuple(used.values()),
     )
+
+
+def ended_group(
+    place: Place,
+    index: int,
+    rewards: Sequence[float],
+    *,
+    epoch_size: int = 0,
+    dispatched_version: int = 0,
+) -> RolloutGroup | GroupDropped:
+    """A published group in which a reward above 0 is a success, or a dropped one if there are no rewards."""
+    fields: dict[str, Any] = {
+        "group_id": f"{place.epoch}-{place.position}",
+        "epoch": place.epoch,
+        "position": place.position,
+        "problem_index": place.problem_index,
+        "actor": 0,
+        "domain": "d",
+        "dataset": "train",
+        "attempts": 2,
+        "settled_before": 0,
+        "dispatch_index": index,
+        "epoch_size": epoch_size,
+    }
+    if not rewards:
+        return GroupDropped(**fields, reason="transport", detail="")
+    rollouts = tuple(
+        Rollout(
+            attempt=i,
+            reward=reward,
+            sequences=(),
+            metrics={"success": float(reward > 0)},
+            latency_s=0.0,
+            num_llm_calls=1,
+        )
+        for i, reward in enumerate(rewards)
+    )
+    return RolloutGroup(**fields, rollouts=rollouts, dispatched_version=dispatched_version)
 
 
 def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "transport") -> GroupFinished:

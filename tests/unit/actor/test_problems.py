@@ -8,7 +8,8 @@ import pytest
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
 from pipelinerl.actor.resume import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import CorruptStreamError, DomainError
-from pipelinerl.records import GroupDropped, Rollout, RolloutGroup
+from pipelinerl.records import GroupDropped, RolloutGroup
+from tests.actor_stage import ended_group
 from tests.says import says
 
 
@@ -68,26 +69,8 @@ def test_empty_pool_begins_anew_with_all_problems() -> None:
     assert sorted(places.next_problem().problem_index for _ in range(2)) == [0, 1]
 
 
-def record(place: Place, index: int, *, success: float | None = 0.0, attempts: int = 2) -> RolloutGroup | GroupDropped:
-    common = {
-        "group_id": f"{place.epoch}-{place.position}",
-        "epoch": place.epoch,
-        "position": place.position,
-        "problem_index": place.problem_index,
-        "actor": 0,
-        "domain": "d",
-        "dataset": "train",
-        "attempts": attempts,
-        "settled_before": 0,
-        "dispatch_index": index,
-    }
-    if success is None:
-        return GroupDropped(**common, reason="transport", detail="")
-    rollouts = tuple(
-        Rollout(attempt=i, reward=0.0, sequences=(), metrics={"success": success}, latency_s=0.0, num_llm_calls=1)
-        for i in range(attempts)
-    )
-    return RolloutGroup(**common, rollouts=rollouts, dispatched_version=0)
+def record(place: Place, index: int, *, success: float | None = 0.0) -> RolloutGroup | GroupDropped:
+    return ended_group(place, index, () if success is None else (success,) * 2)
 
 
 def test_restart_takes_what_was_not_resolved_and_then_goes_on(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from pipelinerl.actor.resume import ActorProgress, load_snapshot, order_resumed,
 from pipelinerl.actor.sampling import Pool, ProblemSampler, try_sampler
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import DomainError
-from pipelinerl.records import GroupDropped, GroupOutcome, Rollout, RolloutGroup, TrainingResumed, outcome_of
+from pipelinerl.records import GroupOutcome, TrainingResumed, outcome_of
 from pipelinerl.records.order import OrderFold
+from tests.actor_stage import ended_group
 from tests.says import says
 
 PROBLEMS: list[dict[str, Any]] = [{"i": i} for i in range(7)]
@@ -42,34 +43,7 @@ def progress_of(function: Callable[..., Any] = unsolved, actor: int = 0, num_act
 
 
 def group(place: Place, index: int, rewards: tuple[float, ...], *, size: int = ROUND, version: int = 0) -> Any:
-    """A published group in which a reward above 0 is a success, or a dropped one if there are no rewards."""
-    fields = {
-        "group_id": f"{place.epoch}-{place.position}",
-        "epoch": place.epoch,
-        "position": place.position,
-        "problem_index": place.problem_index,
-        "actor": 0,
-        "domain": "d",
-        "dataset": "train",
-        "attempts": 2,
-        "settled_before": 0,
-        "dispatch_index": index,
-        "epoch_size": size,
-    }
-    if not rewards:
-        return GroupDropped(**fields, reason="timeout", detail="")
-    rollouts = tuple(
-        Rollout(
-            attempt=i,
-            reward=reward,
-            sequences=(),
-            metrics={"success": float(reward > 0)},
-            latency_s=0.0,
-            num_llm_calls=1,
-        )
-        for i, reward in enumerate(rewards)
-    )
-    return RolloutGroup(**fields, rollouts=rollouts, dispatched_version=version)
+    return ended_group(place, index, rewards, epoch_size=size, dispatched_version=version)
 
 
 def test_sampler_is_told_means_in_which_the_newest_group_counts_half() -> None:
