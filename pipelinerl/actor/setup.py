@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
 from pipelinerl.chat.families import family_renderer
+from pipelinerl.chat.rendering import template_options
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts, sees_hint
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.rewards import with_both_spellings
-from pipelinerl.errors import ConfigError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.world import WorldMap
 from pipelinerl.world.process import connections_of, raise_open_files
@@ -47,7 +47,6 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         parameters=section.parameters,
         context_size=context_size(cfg),
         collect_logprobs=True,
-        chat_template_kwargs=section.chat_template_kwargs,
         renderer=section.renderer or "",
         tool_parser=section.tool_parser or "",
         reasoning_parser=section.reasoning_parser or "",
@@ -55,29 +54,8 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
     llm.load_tokenizer()
     if section.renderer is not None:
         family_renderer(llm.tokenizer, section.renderer, section.chat_template_kwargs)  # refused here, not in a rollout
-    if section.chat_template is not None:
-        template = chosen_template(section.chat_template, llm.tokenizer.chat_template)
-        llm.chat_template_kwargs = {**llm.chat_template_kwargs, "chat_template": template}
+    llm.chat_template_kwargs = template_options(section.chat_template, section.chat_template_kwargs, llm.tokenizer)
     return llm
-
-
-def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
-    """Returns a chat template.
-
-    Args:
-        chosen: ``llm.chat_template``, a file or a name.
-        known: the tokenizer's template, or all of them by name.
-    """
-    named = known if isinstance(known, dict) else {}
-    if chosen in named:
-        return named[chosen]
-    try:
-        return Path(chosen).read_text()
-    except OSError as error:
-        raise ConfigError(
-            f"`llm.chat_template` is {chosen!r}, which is no file ({error.strerror}); the tokenizer's templates are "
-            f"{sorted(named) or 'not named'}: give the path of a Jinja template"
-        ) from error
 
 
 def context_size(cfg: Config) -> int:

@@ -7,14 +7,16 @@ It is pure except for the tokenizer, and never talks to a server. ``continuation
 import contextlib
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from pipelinerl.chat.images import images_of, is_image, placeholder_spans, required_placeholder
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import ConfigError, DomainError
 
 NO_SPANS = np.empty((0, 2), dtype=np.int32)
 CACHED_PROMPTS = 256
@@ -198,3 +200,31 @@ def _with_written_arguments(message: dict) -> dict:
 
 def _written(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def template_options(chosen: str | None, variables: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """What a chat template is rendered with: ``llm.chat_template_kwargs``, and the ``chosen`` template if any."""
+    template = {} if chosen is None else {"chat_template": chosen_template(chosen, tokenizer.chat_template)}
+    return {**variables, **template}
+
+
+def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
+    """Returns a chat template.
+
+    Args:
+        chosen: ``llm.chat_template``, a file or a name.
+        known: the tokenizer's template, or all of them by name.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    named = known if isinstance(known, dict) else {}
+    if chosen in named:
+        return named[chosen]
+    try:
+        return Path(chosen).read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"`llm.chat_template` is {chosen!r}, which is no file ({error.strerror}); the tokenizer's templates are "
+            f"{sorted(named) or 'not named'}: give the path of a Jinja template"
+        ) from error

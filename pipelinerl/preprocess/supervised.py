@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.chat.conversations import answered_texts, batch_spans
-from pipelinerl.chat.rendering import ChatRenderer
+from pipelinerl.chat.rendering import ChatRenderer, template_options
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
@@ -107,7 +107,7 @@ class SupervisedData:
             seed: of the permutations. None: they keep their order.
             seq_length: tokens after which a text is cut.
             prompt_weight: weight of the tokens that the assistant does not say.
-            template: further variables of the chat template.
+            template: options of the chat template (`template_options`).
         """
         if not conversations:
             raise DomainError("`sft.datasets` have no row")
@@ -186,5 +186,5 @@ def open_supervised(cfg: Config) -> SupervisedData | None:
         seed=cfg.seed,
         seq_length=cfg.finetune.seq_length,
         prompt_weight=cfg.sft.prompt_weight,
-        template=cfg.llm.chat_template_kwargs,
+        template=template_options(cfg.llm.chat_template, cfg.llm.chat_template_kwargs, tokenizer),
     )

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from pipelinerl.actor.setup import chosen_template, make_llm
+from pipelinerl.actor.setup import make_llm
 from pipelinerl.chat import renderer_of
+from pipelinerl.chat.rendering import chosen_template
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.testing import byte_tokenizer

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipelinerl.chat.rendering import ChatRenderer
+from pipelinerl.config.load import compose, parse
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
 from pipelinerl.finetune.data import check_record, to_batch
@@ -17,7 +18,7 @@ from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Shaping, prepare_group
-from pipelinerl.preprocess.supervised import Conversation, SupervisedData, read_conversation
+from pipelinerl.preprocess.supervised import Conversation, SupervisedData, open_supervised, read_conversation
 from pipelinerl.testing import byte_tokenizer
 from tests.models import make_qwen2
 from tests.preprocess_kit import make_group
@@ -111,6 +112,24 @@ def test_parquet_and_jsonl_give_the_same_conversations(tmp_path: Path) -> None:
         == read["parquet"]
         == [Conversation(messages=rows[0]["messages"], tools=TOOLS), conversation("ho")]
     )
+
+
+def test_conversations_are_rendered_with_the_template_that_the_rollouts_have(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ end }}{% endfor %}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    given = {
+        "model_path": tmp_path,
+        "output_dir": tmp_path,
+        "+llm.chat_template": tmp_path / "own.jinja",
+        "+llm.chat_template_kwargs": "{end: '!'}",
+        "stage": "sft",
+        "sft.datasets": f"[{tmp_path / 'rows.jsonl'}]",
+    }
+    data = open_supervised(parse(compose("base_cpu", [f"{key}={value}" for key, value in given.items()])))
+    assert data is not None
+    ((_, sequence),) = data.samples(0)[0].sequences
+    assert TOKENIZER.decode(sequence.token_ids.tolist()) == "<user>hi!<assistant>ho!"
 
 
 VOCAB = 512
