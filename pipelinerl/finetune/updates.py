@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from pipelinerl.weights.verify.probe import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EvaluationLease:
@@ -163,7 +165,8 @@ class WeightUpdates:
         self._sends_adapter = sends_adapter(cfg)
         self._origin, self._sender, self._lease = origin, sender, lease
         self._status, self._stop = status, stop
-        self._run_dir, self._text = run_dir, None
+        self._run_dir = run_dir
+        self._text: ProbeText | None = None
         self.deferred = False
         """Whether a due update could not be sent yet. Equal on all ranks."""
         self.idle_s = 0.0
@@ -187,10 +190,26 @@ class WeightUpdates:
             with self._status.waiting("the first text of an inference server", on="actor_llm"):
                 self._prepare_probe(version, deadline)
         with self._status.waiting("inference servers to start", on="actor_llm"):
-            if self._sender is not None:
-                while not self._stop() and self._sender.wait_for_servers(needed, POLL_S) < needed:
-                    self._check_start(self._sender, deadline, needed)
+
+            def all_there(sender: Sender) -> bool | None:
+                if sender.wait_for_servers(needed, POLL_S) >= needed:
+                    return True
+                self._check_start(sender, deadline, needed)
+                return None
+
+            self._ask_until(all_there)
         self._send_when_allowed(version, at_start=True)
+
+    def _ask_until(self, ask: Callable[[Sender], T | None]) -> T | None:
+        """What rank 0 is told at last, asking again and again. None: the role was asked to stop. Collective.
+
+        Ranks meet at each try, because a wait for servers in one collective ends at the time-out of collectives.
+        """
+        while True:
+            found = None if self._sender is None else ask(self._sender)
+            found, is_over = self._engine.broadcast_object((found, found is not None or self._stop()))
+            if is_over:
+                return found
 
     def _check_start(self, sender: Sender, deadline: float, needed: int) -> None:
         if (missing := needed - sender.num_answering) > 0 and time.monotonic() > deadline:
@@ -202,25 +221,27 @@ class WeightUpdates:
 
     def _prepare_probe(self, version: int, deadline: float) -> None:
         """Load the probe's text from the run folder, or sample it and score it with the weights of version 0."""
-        text, is_new = None, False
-        if self._sender is not None:
-            text = ProbeText.load(self._run_dir)
-            is_new = text is None
-            vocab_size = self._engine.policy.lm.config.get_text_config().vocab_size
-            shape = text_shape(max_model_len(self._cfg) or MAX_LENGTH)
-            while text is None and not self._stop():
-                text = self._sender.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
-                self._check_start(self._sender, deadline, 1)
-        self._text, is_new = self._engine.broadcast_object((text, is_new))
-        if self._text is None:
+        vocab_size = self._engine.policy.lm.config.get_text_config().vocab_size
+        shape = text_shape(max_model_len(self._cfg) or MAX_LENGTH)
+
+        def sampled(sender: Sender) -> ProbeText | None:
+            text = sender.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
+            if text is None:
+                self._check_start(sender, deadline, 1)
+            return text
+
+        loaded = self._engine.broadcast_object(ProbeText.load(self._run_dir) if self._sender is not None else None)
+        text: ProbeText | None = loaded if loaded is not None else self._ask_until(sampled)
+        if text is None:
             return
-        if is_new and version == 0:
-            self._compare_lengths(self._text)
-            self._text = self._text.with_scores(score_text(self._engine, self._text))
+        if loaded is None and version == 0:
+            self._compare_lengths(text)
+            text = text.with_scores(score_text(self._engine, text))
         if self._sender is not None:
-            if is_new:
-                self._text.save(self._run_dir)
-            self._sender.check_with(self._text)
+            if loaded is None:
+                text.save(self._run_dir)
+            self._sender.check_with(text)
+        self._text = text
 
     def _compare_lengths(self, text: ProbeText) -> None:
         """Compare how a server and the trainer compute the model's file beyond its thresholds. Collective.
@@ -336,9 +357,5 @@ class WeightUpdates:
         return self._wait_live(version)
 
     def _wait_live(self, version: int) -> bool:
-        live = True
-        if self._sender is not None:
-            with self._status.waiting(f"version {version} to be live", on="actor_llm"):
-                while not (live := self._sender.wait_live(version, POLL_S)) and not self._stop():
-                    pass
-        return bool(self._engine.broadcast_object(live))
+        with self._status.waiting(f"version {version} to be live", on="actor_llm"):
+            return bool(self._ask_until(lambda sender: sender.wait_live(version, POLL_S) or None))

@@ -39,7 +39,11 @@ class Engine:
     def full_shapes(self) -> Any:
         return [("lm.w", (4,))]
 
+    def __init__(self) -> None:
+        self.meetings = 0
+
     def broadcast_object(self, value: Any) -> Any:
+        self.meetings += 1
         return value
 
 
@@ -51,8 +55,10 @@ class Harness:
         cfg = parse(compose("base", [*settings, "weights.probe=false"]))
         status: Any = SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
         lease = EvaluationLease(self._pop_messages, clock=lambda: 0.0)
-        engine: Any = Engine()
-        self.updates = WeightUpdates(engine, cfg, self.sender, self.sender, lease, status, lambda: False, Path("."))
+        self.engine: Any = Engine()
+        self.updates = WeightUpdates(
+            self.engine, cfg, self.sender, self.sender, lease, status, lambda: False, Path(".")
+        )
 
     def _pop_messages(self) -> list[Any]:
         taken, self.messages[:] = list(self.messages), []
@@ -194,6 +200,23 @@ def test_start_has_a_limit_for_servers_that_do_not_answer_and_none_for_slow_ones
     else:
         with pytest.raises(DeadlineError, match=r"2 of 2 .*startup_timeout_s=1e-09"):
             harness.updates.start(0, num_servers=2, resumed=False)
+
+
+def test_ranks_meet_at_each_look_at_the_servers_so_that_no_collective_waits_for_one() -> None:
+    """The server is there at the fourth look, and has the first weights at the seventh."""
+    harness = Harness("launcher.startup_timeout_s=3600")
+    sender, met = harness.sender, []
+
+    def look(answers: Any, last: Any) -> Any:
+        met.append(harness.engine.meetings)
+        return next(answers, last)
+
+    there, live = iter([0] * 3), iter([False] * 6)
+    sender.wait_for_servers = lambda count, timeout_s: look(there, 1)  # type: ignore[method-assign]
+    sender.wait_live = lambda version, timeout_s: look(live, True)  # type: ignore[method-assign]
+    harness.updates.start(0, num_servers=1, resumed=False)
+    assert len(met) == 4 + 7
+    assert met == sorted(set(met)), "two looks without a meeting between them"
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
