@@ -19,7 +19,7 @@ from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import undeclared
-from pipelinerl.records import GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records import BatchUnit, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
 from pipelinerl.world import Job
 from tests.scripted_actor import QuietStatus, ScriptedDrops, ScriptedTrainer, ScriptedWorkers
 
@@ -140,6 +140,7 @@ class Stage:
         tests: int = 0,
         batch: int = 1000,
         max_lag_steps: int = 0,
+        unit: BatchUnit = "rollouts",
         **limits: Any,
     ):
         self.workers = ScriptedWorkers(answer)
@@ -156,7 +157,8 @@ class Stage:
         ]
         values = {"attempts": ATTEMPTS, "max_failed_rollouts": 0, "max_reissues": 1, "max_domain_errors": 5}
         values |= {"every_n_versions": 0, "at_start": False, "at_end": False} | limits
-        self.progress = ActorProgress({d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains})
+        sources = {d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains}
+        self.progress = ActorProgress(sources, unit=unit)
         table, metrics = WorkTable(self.workers, rollouts_per_server=8), ActorMetrics(0.0)
         self.training = TrainingGroups(
             domains=domains,

@@ -239,6 +239,8 @@ class TrainingGroups:
 
     def _may_start(self, version: int) -> bool:
         dispatched, dropped = self._progress.expected_units, self._drops.room()
+        if not self._progress.is_rollout_size_known and dispatched >= self._pacing.batch_size:
+            return False
         return self._pacing.may_start(dispatched=dispatched, dropped=dropped, version=version)
 
     def _start(self, version: int) -> None:

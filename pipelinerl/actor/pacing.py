@@ -4,6 +4,7 @@ Samples are trained in publication order, ``batch_size`` units per optimizer ste
 dispatched and not dropped therefore tell at which version the next sample will be trained. A drop (failure, filter,
 lag) makes room at once, so no filter can starve training. What a batch holds beyond its size makes room, too. The texts
 of a rollout under way are not known: it counts as many as published ones in the mean, and exactly once it is published.
+Until one is published, no more rollouts start than one batch has texts (``TrainingGroups``).
 ``max_lag_steps`` 0 gives synchronous training.
 
 Where several domains are mixed, the next group is dispatched for the domain that is furthest behind its weight, with
@@ -30,7 +31,7 @@ class Pacing:
 
     batch_size: int
     max_lag_steps: int | None
-    """Largest number of optimizer steps between sampling and training. None: only the end of training is a bound."""
+    """Optimizer steps that generation may run ahead of training. None: only the end of training is a bound."""
     max_train_steps: int
     schedule: Literal["pipeline", "conventional"] = "pipeline"
     steps_per_phase: int = 1

@@ -158,7 +158,8 @@ class ProblemSource:
         self._queue.clear()
         self._epochs.clear()
         for begun in sorted(progress, key=lambda item: item.epoch):
-            self._begin_epoch(begun.epoch, begun.removed_when_begun, begun.drawn)
+            is_there = all(index < self._num_problems for index in begun.drawn)  # else the data set has shrunk
+            self._begin_epoch(begun.epoch, begun.removed_when_begun, begun.drawn if is_there else ())
             self._epochs[begun.epoch].resolved.update(begun.resolved)
         self._next_epoch = next_epoch
 

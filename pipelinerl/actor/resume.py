@@ -152,8 +152,13 @@ class ActorProgress:
         return self.units + (self.dispatched - self.dropped - self.published) * self.units_per_rollout
 
     @property
+    def is_rollout_size_known(self) -> bool:
+        """Whether it is known how many units a rollout under way has: always one, or as published ones in the mean."""
+        return self._unit == "rollouts" or self.published > 0
+
+    @property
     def units_per_rollout(self) -> float:
-        """Of those published in the mean."""
+        """Of those published in the mean. 1 until there is one."""
         return self.units / self.published if self.published else 1.0
 
     def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:

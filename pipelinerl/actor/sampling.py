@@ -8,6 +8,8 @@ Shapes: N training problems of the domain, without those that other actors take.
 """
 
 import itertools
+import logging
+import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,11 @@ from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import DomainError
 from pipelinerl.records import GroupOutcome, ProblemHistory
 
+log = logging.getLogger(__name__)
+
 KEY = "actor.sampler"
+SLOW_S = 1.0
+"""Time of a call beyond which it is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +90,7 @@ class ProblemSampler:
         self._function, self._kwargs = function, dict(kwargs or {})
         self._size, self._seed, self._name, self._actor = size, seed, name, actor
         self.restore({})
-        self._weights_N = np.ones(len(self._problems))
+        self._shares_N = np.full(len(self._problems), 1 / len(self._problems))
 
     def draw(self, number: int, *, removed: Collection[int] = (), size: int = 0) -> tuple[int, ...]:
         """Draws the problems of round ``number``, without replacement as long as problems with a weight are left.
@@ -101,13 +107,14 @@ class ProblemSampler:
         if not kept_N.any():
             return ()
         weights_N = self._weigh() * kept_N
-        self._weights_N = weights_N = weights_N if weights_N.any() else kept_N.astype(np.float64)
+        weights_N = weights_N / weights_N.max() if weights_N.any() else kept_N.astype(np.float64)
+        self._shares_N = shares_N = weights_N / weights_N.sum()
         rng = np.random.default_rng([self._seed, zlib.crc32(self._name.encode()), number, self._actor])
         drawn: list[int] = []
         wanted = size or min(self._size, len(self._indices))
         while len(drawn) < wanted:
-            count = min(wanted - len(drawn), int(np.count_nonzero(weights_N)))
-            chosen = rng.choice(len(weights_N), count, replace=False, p=weights_N / weights_N.sum())
+            count = min(wanted - len(drawn), int(np.count_nonzero(shares_N)))  # the tiniest weights round to no share
+            chosen = rng.choice(len(shares_N), count, replace=False, p=shares_N)
             drawn += [self._indices[n] for n in chosen]
         return tuple(drawn)
 
@@ -144,8 +151,7 @@ class ProblemSampler:
     @property
     def pool_size(self) -> float:
         """From how many problems the last round was drawn: (Σw)² / Σw² of its weights, N if all are alike."""
-        weights_N = self._weights_N
-        return float(weights_N.sum() ** 2 / np.square(weights_N).sum())
+        return float(1 / np.square(self._shares_N).sum())
 
     def pool(self) -> Pool:
         """Returns what the function is told."""
@@ -159,10 +165,13 @@ class ProblemSampler:
         )
 
     def _weigh(self) -> np.ndarray:
+        began = time.monotonic()
         try:
             weights_N = np.asarray(self._function(self.pool(), **self._kwargs), dtype=np.float64)
         except Exception as error:  # the user's function
             raise DomainError(f"`{KEY}` raised {describe_error(error)}") from error
+        if (took_s := time.monotonic() - began) > SLOW_S:
+            log.warning("event=sampler_slow domain=%s took_s=%.1f no group starts meanwhile", self._name, took_s)
         wanted = (len(self._problems),)
         if weights_N.shape != wanted or not np.isfinite(weights_N).all() or (weights_N < 0).any():
             raise DomainError(

@@ -50,6 +50,7 @@ def own(old: str) -> Rename:
 
 
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
+OLD_DATA = "`max_lag_steps` bounds how far generation runs ahead, and `preprocess.lag_drop` drops what is older"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
 QUANTISED = (
     "servers sample from the whole base, so a rounded one in the trainer would be another policy. "
@@ -147,7 +148,7 @@ PREPROCESS = (
     needless("preprocess.dataset_buffer_size", BUFFERS),
     needless("preprocess.ring_buffer_size", BUFFERS),
     needless("preprocess.max_ready_samples_per_lead", "set `preprocess.max_ready_steps`, in optimizer batches"),
-    needless("preprocess.pop_old_data", "`max_lag_steps` bounds the age of what is trained"),
+    needless("preprocess.pop_old_data", OLD_DATA),
     needless("preprocess.shared_memory_entry_size", "samples have no size limit but `streams.max_record_mb`"),
     needless("preprocess.log_every_n_samples", "the preprocessor writes one line per optimizer batch"),
 )
@@ -257,14 +258,14 @@ TRAINER = (
     missing("finetune.also_save_steps", "set `finetune.save_checkpoint_steps`"),
     needless("finetune.use_safetensors", "models are exported as safetensors"),
     needless("finetune.save_final_training_state", "the last step is always saved"),
-    missing("finetune.sft_config_name", "there is no supervised training"),
+    missing("finetune.sft_config_name", "`stage=sft` imitates the conversations of `sft.datasets`"),
     needless("finetune.n_examples", "`finetune.max_train_steps` bounds the run"),
     needless("finetune.log_each_n_steps", "every step is logged"),
     missing("finetune.memory_debug.enabled", "the trainer does not log its memory"),
     needless("finetune.memory_debug.*", "the trainer does not log its memory"),
     needless("finetune.send_weight_updates", "every run updates its servers"),
     needless("finetune.queue_size", BUFFERS),
-    needless("finetune.pop_old_data", "`max_lag_steps` bounds the age of what is trained"),
+    needless("finetune.pop_old_data", OLD_DATA),
     needless("finetune.lora.task_type", "the model is a causal one"),
     missing("finetune.lora.base_model_8bit", QUANTISED),
     missing("finetune.lora.base_model_4bit", QUANTISED),

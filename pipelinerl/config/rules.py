@@ -418,6 +418,19 @@ def interval_without_pipeline(config: Config) -> str | None:
     return None
 
 
+def last_group_is_cut(config: Config) -> str | None:
+    """With no lag to spare, the samples of a phase's last group that its batches have no room for are too old."""
+    samples = config.batch_size * config.steps_per_phase
+    rest = samples % config.attempts
+    if not rest or config.max_lag_steps != config.steps_per_phase - 1 or config.finetune.batch_unit == "texts":
+        return None
+    return (
+        f"attempts={config.attempts} does not divide the {samples} samples that are generated at a time, and "
+        f"max_lag_steps={config.max_lag_steps} lets none wait: {config.attempts - rest} of the group that ends last, "
+        "often the one with the longest rollout, are dropped each time"
+    )
+
+
 def warmup_without_schedule(config: Config) -> str | None:
     if config.finetune.lr_scheduler_type == "constant" and config.finetune.num_warmup_steps:
         return "finetune.num_warmup_steps has no effect: lr_scheduler_type=constant; use constant_with_warmup"
@@ -461,6 +474,7 @@ HINTS: tuple[Rule, ...] = (
     address_without_redis,
     options_without_own_backend,
     interval_without_pipeline,
+    last_group_is_cut,
     warmup_without_schedule,
     engine_overrides_choice,
     engine_key_without_reader,

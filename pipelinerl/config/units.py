@@ -12,8 +12,8 @@ IN_SAMPLES: Mapping[str, Callable[[float], int]] = {
     "finetune.weight_update_interval": ceil,
     "max_lag_steps": floor,
 }
-"""Keys in optimizer steps, and how a part of a step is rounded: an interval has passed when all of it has, and a lag
-bound is never exceeded."""
+"""Keys in optimizer steps, and how a part of a step is rounded: an interval has passed when all of it has, and a
+bound is not exceeded."""
 BATCH = ("finetune.train_batch_size", "finetune.gradient_accumulation_passes")
 _AMOUNT = re.compile(r"\s*([\d_]+)\s*samples?\s*")
 

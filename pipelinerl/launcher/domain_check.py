@@ -280,7 +280,10 @@ def main() -> None:
         with deadline(arguments.timeout_s):
             check_domains(container, warnings)
     except OutOfTimeError:
-        warnings.append(f"the domain's problems took more than {arguments.timeout_s:g} s to load: not checked further")
+        taken_s = f"{arguments.timeout_s:g} s"
+        warnings.append(
+            f"the domain's loader, rollouts or `actor.sampler` took more than {taken_s}: not checked further"
+        )
     except DomainError as error:
         refusal = str(error)
     answer.write(json.dumps({"refusal": refusal, "warnings": warnings}) + "\n")

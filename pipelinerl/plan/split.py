@@ -79,7 +79,8 @@ def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workloa
     cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir, own=True))
     work, rates = workload(args, cfg)
     bound = args.max_lag if args.max_lag is not None else cfg.max_lag_steps
-    plan = recommend(work, bound)
+    drops = cfg.preprocess.lag_drop != "never"
+    plan = recommend(work, bound, in_the_mean=not drops)
     if plan is None:
         raise ConfigError(
             f"no split of {work.devices} device(s) respects a lag of {bound} steps with batches of {work.batch_size}: "
@@ -87,7 +88,6 @@ def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workloa
         )
     conventional = conventional_rate(work, max(plan.largest_lag, 1))
     print_plan(console, work, rates, plan, conventional)
-    drops = cfg.preprocess.lag_drop != "never"
     dropped = print_drops(console, work, plan, cfg.attempts, bound if drops else None)
     console.print(bounds_table(work))
     wanted = ceiling.needs(plan.rate, work.lengths.mean, args.prompt_length)
@@ -192,7 +192,10 @@ def print_plan(console: Console, work: Workload, rates: Rates, plan: PipelinePla
             f"{plan.rate:,.0f} (generation {plan.generation_rate:,.0f}, training {plan.training_rate:,.0f})",
         ),
         ("optimizer steps per hour", f"{steps_per_h:,.1f}"),
-        ("in-flight lag, mean / largest", f"{plan.mean_in_flight_lag:.1f} / {plan.largest_lag} steps"),
+        (
+            "in-flight lag, mean of tokens / of rollouts / largest",
+            f"{plan.mean_in_flight_lag:.1f} / {plan.mean_rollout_lag:.1f} / {plan.largest_lag} steps",
+        ),
         (
             "conventional at the same largest lag",
             f"{conventional:,.0f} tokens/s: the pipeline is {plan.rate / conventional:.2f}× as fast",
@@ -225,8 +228,8 @@ def print_drops(
 
 
 def bounds_table(work: Workload) -> Table:
-    """Return a table of the best plan for each of several bounds on the lag."""
-    table = Table(title="By bound on the lag", title_justify="left")
+    """Return a table of the best plan for each of several bounds on the largest lag."""
+    table = Table(title="By bound on the largest lag", title_justify="left")
     for column in (
         "steps",
         "generating",

@@ -61,6 +61,12 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     largest_lag: int
     mean_in_flight_lag: float
     """Mean over tokens, without the lag that queueing and packing add."""
+    mean_rollout_lag: float
+    """H·I / B, the optimizer steps while a sequence is generated, mean over the sequences."""
+
+    def within(self, bound: int | None, *, in_the_mean: bool) -> bool:
+        """Whether the plan respects a bound on the lag, of the longest sequence or in the mean over all."""
+        return bound is None or (self.mean_rollout_lag if in_the_mean else self.largest_lag) <= bound
 
 
 def saturating_utilisation(peak: float, scale: float) -> Utilisation:
@@ -148,18 +154,26 @@ def pipeline_plan(work: Workload, generating: int, concurrency: int) -> Pipeline
         training_rate=training,
         largest_lag=largest_lag(work, generating, concurrency),
         mean_in_flight_lag=mean_in_flight_lag(work, generating, concurrency),
+        mean_rollout_lag=concurrency * generating / work.batch_size,
     )
 
 
 def best_pipeline(work: Workload, lag_bound: int | None = None) -> PipelinePlan | None:
     """The fastest plan whose largest lag respects the bound, or None. Of equal plans the one with less in flight."""
-    plans = (
+    return _fastest(_plans(work, lag_bound, in_the_mean=False))
+
+
+def _fastest(plans: list[PipelinePlan]) -> PipelinePlan | None:
+    return max(plans, key=lambda plan: (plan.rate, -plan.generating * plan.concurrency), default=None)
+
+
+def _plans(work: Workload, lag_bound: int | None, *, in_the_mean: bool) -> list[PipelinePlan]:
+    every = (
         pipeline_plan(work, generating, concurrency)
         for generating in _splits(work)
         for concurrency in _concurrencies(work)
     )
-    allowed = [plan for plan in plans if lag_bound is None or plan.largest_lag <= lag_bound]
-    return max(allowed, key=lambda plan: (plan.rate, -plan.generating * plan.concurrency), default=None)
+    return [plan for plan in every if plan.within(lag_bound, in_the_mean=in_the_mean)]
 
 
 def _splits(work: Workload) -> Iterable[int]:
@@ -179,21 +193,18 @@ def speed_up(work: Workload, lag_bound: int) -> float | None:
     return None if plan is None else plan.rate / conventional_rate(work, lag_bound)
 
 
-def recommend(work: Workload, lag_bound: int | None = None, tolerance: float = 0.02) -> PipelinePlan | None:
-    """The plan with the smallest lag among those within ``tolerance`` of the fastest. None if no plan is allowed."""
-    best = best_pipeline(work, lag_bound)
+def recommend(
+    work: Workload, lag_bound: int | None = None, tolerance: float = 0.02, *, in_the_mean: bool = False
+) -> PipelinePlan | None:
+    """The plan with the smallest lag among those within ``tolerance`` of the fastest. None if no plan is allowed.
+
+    ``in_the_mean``: the bound is on the mean over sequences, which pacing enforces, and not on the longest one.
+    """
+    plans = _plans(work, lag_bound, in_the_mean=in_the_mean)
+    best = _fastest(plans)
     if best is None:
         return None
-    plans = (
-        pipeline_plan(work, generating, concurrency)
-        for generating in _splits(work)
-        for concurrency in _concurrencies(work)
-    )
-    near = [
-        plan
-        for plan in plans
-        if plan.rate >= (1.0 - tolerance) * best.rate and (lag_bound is None or plan.largest_lag <= lag_bound)
-    ]
+    near = [plan for plan in plans if plan.rate >= (1.0 - tolerance) * best.rate]
     return min(near, key=lambda plan: (plan.generating * plan.concurrency, -plan.rate))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from pipelinerl.chat.conversations import answered_texts, batch_spans
 from pipelinerl.chat.rendering import ChatRenderer, template_options
 from pipelinerl.config.sections import Config
+from pipelinerl.domains.contract import describe_error
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
 from pipelinerl.preprocess.samples import Sample
@@ -108,16 +109,21 @@ class SupervisedData:
             seq_length: tokens after which a text is cut.
             prompt_weight: weight of the tokens that the assistant does not say.
             template: options of the chat template (`template_options`).
+        Raises:
+            DomainError: there is none, or nothing that the assistant says in any of them.
         """
         if not conversations:
             raise DomainError("`sft.datasets` have no row")
+        if not any(message["role"] == "assistant" for one in conversations for message in one.messages):
+            count = len(conversations)
+            raise DomainError(f"none of the {count} rows of `sft.datasets` has a message with the role assistant")
         self._conversations, self._renderer = conversations, renderer
         self._per_step, self._seed, self._seq_length = per_step, seed, seq_length
         self._prompt_weight, self._template = prompt_weight, dict(template or {})
         self._order = lru_cache(2)(self._permutation)
 
     def samples(self, step: int) -> tuple[Sample, ...]:
-        """The samples of optimizer step ``step``."""
+        """The samples of optimizer step ``step``. Raises ``DomainError`` for a row that the template cannot render."""
         first = step * self._per_step
         return tuple(filter(None, (self._sample(place, step) for place in range(first, first + self._per_step))))
 
@@ -130,7 +136,10 @@ class SupervisedData:
         epoch, position = divmod(place, len(self._conversations))
         index = int(self._order(epoch)[position])
         name = f"sft-{epoch}-{index}"
-        found = list(self._sequences(self._conversations[index], step))
+        try:
+            found = list(self._sequences(self._conversations[index], step))
+        except Exception as error:  # the model's template with the user's data
+            raise DomainError(f"row {index} of `sft.datasets` cannot be rendered: {describe_error(error)}") from error
         if not found:
             log.warning("event=conversation_skipped row=%d reason=no answer within %d tokens", index, self._seq_length)
             return None

@@ -63,6 +63,17 @@ def test_share_held_is_of_the_slots_that_untrained_samples_keep_empty() -> None:
     assert stage.training.share_held(1) == 0, "another group may start"
 
 
+def test_no_more_rollouts_start_than_a_batch_has_texts_before_one_says_how_many_it_has() -> None:
+    """Batches of 4, a lag of 1: 8 rollouts of a text each may be under way, but these may have a hundred."""
+    stage = Stage(lambda start: None, batch=2 * ATTEMPTS, max_lag_steps=1, unit="texts")
+    stage.until(lambda: len(stage.workers.started) == 2)
+    first = stage.workers.started[0]
+    stage.workers.answer = lambda start: finished(start) if start == first else None
+    stage.workers.waiting.append(first)
+    stage.until(lambda: len(stage.workers.started) == 4)
+    assert len(stage.records) == 1
+
+
 def test_no_group_waits_where_no_server_is_probed() -> None:
     stage = Stage(lambda start: sampled_by(start, "s", 7))
 

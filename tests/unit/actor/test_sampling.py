@@ -81,6 +81,12 @@ def test_round_repeats_no_problem_while_one_with_a_weight_is_left() -> None:
     assert sorted(sampler_of(fixed(*[0] * 7), size=7).draw(0)) == list(range(7)), "no weight at all: all alike"
 
 
+def test_weights_that_differ_beyond_what_their_sum_can_hold_are_followed() -> None:
+    assert sampler_of(fixed(*[1e308] * 7), size=7).pool_size == pytest.approx(7)
+    assert sorted(sampler_of(fixed(*[1e308] * 7), size=7).draw(0)) == list(range(7))
+    assert sampler_of(fixed(1e300, *[1e-300] * 6)).draw(0) == (0, 0, 0), "the others have no share"
+
+
 def test_problems_that_left_the_pool_are_not_drawn_until_all_have() -> None:
     sampler = sampler_of(fixed(*[1] * 7), size=5)
     assert {index for number in range(20) for index in sampler.draw(number, removed={0, 3})} == {1, 2, 4, 5, 6}
@@ -160,6 +166,15 @@ def test_restart_draws_what_an_undisturbed_actor_would_have_drawn(cut: int, tmp_
     restarted.forget_in_flight()
     play(restarted, records, 30, tmp_path)
     assert records == undisturbed
+
+
+def test_round_of_a_data_set_that_has_shrunk_is_drawn_again() -> None:
+    """The last of seven problems was to be next, of which three are left."""
+    before = progress_of(fixed(0, 0, 0, 0, 0, 0, 1)).sources["d"]
+    assert before.next_problem().problem_index == 6
+    after = ProblemSource(num_problems=3, seed=1, name="d", sampler=sampler_of(fixed(0, 0, 1), num_problems=3))
+    after.restore(next_epoch=before.next_epoch, progress=before.progress(), removed=())
+    assert [after.next_problem().problem_index for _ in range(4)] == [2] * 4
 
 
 @pytest.mark.parametrize("seed", range(10))

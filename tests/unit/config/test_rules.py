@@ -343,6 +343,7 @@ HINTED = {
     "address_without_redis": {"streams__port": 6379},
     "options_without_own_backend": {"streams__options": {"bucket": "b"}},
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
+    "last_group_is_cut": {"max_lag_steps": 0, "attempts": 6},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
     "engine_key_without_reader": {"finetune__shard_gradients": True},

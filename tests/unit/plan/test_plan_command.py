@@ -20,10 +20,21 @@ def test_base_configuration_is_planned_without_a_download(tmp_path, capsys):
     result = plan(tmp_path, "--gpus", "8")
     assert result["rates"] == "assumed"
     assert 1 <= result["plan"]["generating"] <= 7
-    assert result["plan"]["largest_lag"] <= 8  # max_lag_steps of base
+    assert result["plan"]["mean_rollout_lag"] <= 8  # max_lag_steps of base
     text = capsys.readouterr().out
     assert "Recommended" in text
-    assert "By bound on the lag" in text
+    assert "By bound on the largest lag" in text
+
+
+def test_bound_is_on_the_mean_unless_older_tokens_are_dropped(tmp_path):
+    """8 sequences at least on each device, batches of 32. The longest is 3.3 times the mean, and lives for 4 steps."""
+    given = ["--gpus", "8", "--decode", "8:100", "--decode", "64:800", "--train", "1000", "--batch-size", "32"]
+    given += ["--max-length", "1000", "--max-lag", "1"]
+    bounded = ["--override", "preprocess.lag_drop=rollout"]
+    found = plan(tmp_path, *given)["plan"]
+    assert found["mean_rollout_lag"] == found["generating"] * found["concurrency"] / 32 == 1
+    assert found["largest_lag"] == 4
+    assert plan(tmp_path, *given, *bounded)["plan"]["largest_lag"] == 1
 
 
 def test_measured_rates_decide_the_split(tmp_path):
@@ -50,7 +61,7 @@ def test_split_is_what_is_meant_without_a_command(tmp_path):
 def test_own_configuration_is_planned(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nworld: {gpus_per_node: 4}\nmax_lag_steps: 2\n")
     result = plan(tmp_path, "--config-dir", str(tmp_path), "--config-name", "mine")
-    assert result["plan"]["largest_lag"] <= 2
+    assert result["plan"]["mean_rollout_lag"] <= 2
     assert result["overrides"][0].startswith("world.actor_fraction=")
 
 

@@ -22,6 +22,7 @@ from pipelinerl.preprocess.supervised import Conversation, SupervisedData, open_
 from pipelinerl.testing import byte_tokenizer
 from tests.models import make_qwen2
 from tests.preprocess_kit import make_group
+from tests.says import says
 
 TOKENIZER = byte_tokenizer()
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -94,6 +95,35 @@ def test_row_is_read(row: dict[str, Any], expected: Conversation) -> None:
 def test_row_that_is_no_conversation_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(DomainError, match="row 7"):
         read_conversation(row, "row 7")
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"role": "assistant", "content": 3}, "TypeError"),
+        ({"role": "assistant", "content": {"answer": "ho"}}, "TypeError"),
+        ({"role": "system", "content": "late"}, "only at the beginning"),
+    ],
+)
+def test_row_that_the_template_cannot_render_is_named(odd: dict[str, Any], told: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('system messages only at the beginning') }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [conversation("ho"), Conversation(messages=[*MESSAGES, odd, MESSAGES[1]])]
+    data = SupervisedData(rows, ChatRenderer(tokenizer), per_step=1, seed=None, seq_length=64)
+    assert len(data.samples(0)) == 1
+    with pytest.raises(DomainError, match=says("row 1", "`sft.datasets`", told)):
+        data.samples(1)
+
+
+def test_conversations_without_an_answer_are_refused() -> None:
+    asked = [Conversation(messages=MESSAGES[:1]), Conversation(messages=[{"role": "Assistant", "content": "ho"}])]
+    with pytest.raises(DomainError, match=says("2 rows", "assistant")):
+        SupervisedData(asked, ChatRenderer(TOKENIZER), per_step=1, seed=0, seq_length=64)
 
 
 def test_parquet_and_jsonl_give_the_same_conversations(tmp_path: Path) -> None:
