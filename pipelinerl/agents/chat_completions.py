@@ -123,9 +123,7 @@ class ChatCompletions:
 
 def openai_error(status: int, message: str) -> dict[str, Any]:
     """Returns an error as OpenAI's APIs write it."""
-    kind = {401: "authentication_error", 400: "invalid_request_error", 404: "invalid_request_error"}.get(
-        status, "server_error"
-    )
+    kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": None, "param": None}}
 
 

@@ -25,11 +25,13 @@ from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
 from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text
 from pipelinerl.chat import renderer_of
+from pipelinerl.chat.images import images_of
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_BODY_BYTES = 16 * 2**20
+TOO_LARGE = f"the request has more than {MAX_BODY_BYTES} bytes: send fewer or smaller images"
 
 
 class RecordedAgent:
@@ -95,7 +97,9 @@ class RecordedAgent:
         return call
 
     def count_tokens(self, asked: ChatRequest) -> int:
-        """Counts the tokens of a prompt rendered whole."""
+        """Counts the tokens of a prompt rendered whole. Raises ``DomainError`` for one with images."""
+        if images_of(asked.messages):
+            raise DomainError("messages have images: only a model's server knows how many tokens it makes of one")
         self.llm.load_tokenizer()
         renderer = renderer_of(self.llm.tokenizer, self.llm.renderer)
         return len(renderer.render(asked.messages, asked.tools, self.llm.chat_template_kwargs).token_ids)
@@ -153,6 +157,8 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
             sampling_parameters(asked.parameters, agent.llm.parameters)
         except (ValueError, RecursionError) as error:
             return refuse(400, error)
+        except web.HTTPRequestEntityTooLarge:
+            return refuse(413, TOO_LARGE)
         try:
             call = await agent.complete(asked)
         except (ValueError, TypeError, TemplateError) as error:  # the chat template cannot render the messages
@@ -177,6 +183,8 @@ def _counter(agent: RecordedAgent, dialect: CountingDialect) -> Any:
             count = agent.count_tokens(dialect.read_count(json.loads(await request.read())))
         except (ValueError, TypeError, RecursionError, TemplateError) as error:
             return web.json_response(dialect.error(400, str(error)), status=400)
+        except web.HTTPRequestEntityTooLarge:
+            return web.json_response(dialect.error(413, TOO_LARGE), status=413)
         return web.json_response(dialect.count(count))
 
     return handle

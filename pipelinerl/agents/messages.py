@@ -123,7 +123,12 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 400: "invalid_request_error", 404: "not_found_error"}
+        kinds = {
+            400: "invalid_request_error",
+            401: "authentication_error",
+            404: "not_found_error",
+            413: "request_too_large",
+        }
         kind = kinds.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 

@@ -1,6 +1,5 @@
 """OpenAI's Responses: ``POST /v1/responses``, with ``previous_response_id``, and ``/v1/responses/input_tokens``."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -226,21 +225,32 @@ def _chat_messages(items: list[_Item]) -> list[dict[str, Any]]:
         is_open = is_answer
         if item.type == "message":
             content = _content(item.content or "")
-            if is_answer:
-                messages[-1]["content"] += content if isinstance(content, str) else json.dumps(content)
-            else:
+            if not is_answer:
                 messages.append({"role": "system" if item.role == "developer" else item.role, "content": content})
+            elif isinstance(content, str):
+                messages[-1]["content"] += content
+            else:
+                raise ValueError("an answer in input has a part of type 'input_image': models here answer in text")
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+            messages += _result(item)
         elif item.type != "reasoning":
             raise ValueError(f"input has an item of type {item.type!r}; messages, calls and their results are had")
     if not messages:
         raise ValueError("input is empty: give the conversation's items")
     return messages
+
+
+def _result(item: _Item) -> Iterator[dict[str, Any]]:
+    """Yields the result of a tool as text, then its images as a message of the user: templates show none of a tool."""
+    parts = [_Part(type="text", text=item.output)] if isinstance(item.output, str) else item.output
+    texts = [part for part in parts if part.type != "input_image"]
+    yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(texts)}
+    if len(texts) < len(parts):
+        yield {"role": "user", "content": _content([part for part in parts if part.type == "input_image"])}
 
 
 def _content(content: str | list[_Part]) -> str | list[dict[str, Any]]:

@@ -7,13 +7,15 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from string import ascii_lowercase
+from urllib.parse import unquote
 
 import psutil
 import pytest
@@ -26,9 +28,13 @@ from pipelinerl.records import RolloutGroup, TrainingDone
 from pipelinerl.testing import FakeServer
 from tests import struck_worker
 from tests.actor_run import ATTEMPTS, BATCH, TOKENIZER, Run, make_runs
+from tests.ports import free_port
+from tests.struck_roles import Roles, StruckServer
 
 MOMENTS = int(os.environ.get("STRIKES", "200"))
 """Strikes of the slow tests."""
+RUN_TIMEOUT_S = 300.0
+GIVEN_UP = re.compile(r"event=recorded_answers_given_up file=\S*/(\S+)\.(\d+) ")
 AGENT = ("actor.rollout_policy=benchmarks.struck_agent.generate_rollout", "llm.parameters.max_tokens=8")
 
 
@@ -46,24 +52,31 @@ def random_answers(seed: int) -> Callable:
     ]
 
 
-async def asked_more(run: Run, requests: int, version: int) -> int:
+def num_published(run: Run) -> int:
+    """Returns the rollouts that were published."""
+    return sum(len(record.rollouts) for record in run.records if isinstance(record, RolloutGroup))
+
+
+async def asked_more(run: Run, num_asked: Callable[[], int], requests: int, version: int) -> int:
     """Plays the trainer until the server was asked so many times more. Returns the live version."""
-    wanted = len(run.servers[0].requests) + requests
+    wanted = num_asked() + requests
 
     def enough() -> bool:
         nonlocal version
-        published = sum(len(record.rollouts) for record in run.records if isinstance(record, RolloutGroup))
-        if published // BATCH > version:
-            version = published // BATCH
+        if num_published(run) // BATCH > version:
+            version = num_published(run) // BATCH
             run.update(version)
-        return len(run.servers[0].requests) >= wanted
+        return num_asked() >= wanted
 
-    await run.until(enough)
+    await run.until(enough, RUN_TIMEOUT_S)
     return version
 
 
-def assert_whole(run: Run, strikes: int) -> Counter[int]:
-    """Checks what must hold of a run that was struck. Returns how many rollouts were played so many times."""
+def assert_whole(run: Run, strikes: int, given_up: Collection[str] = ()) -> Counter[int]:
+    """Checks what must hold of a run that was struck. Returns how many rollouts were played so many times.
+
+    ``given_up``: names of the rollouts that were sampled anew on purpose, after ``MAX_PLAYS`` plays.
+    """
     groups = run.records
     assert all(isinstance(record, RolloutGroup) for record in groups)
     assert {len(group.rollouts) for group in groups} == {ATTEMPTS}
@@ -71,10 +84,11 @@ def assert_whole(run: Run, strikes: int) -> Counter[int]:
     assert sorted(group.dispatch_index for group in groups) == list(range(len(groups)))
     assert all(rollout.num_llm_calls == TURNS and not rollout.diverged for g in groups for rollout in g.rollouts)
     plays = read_plays(run.run_dir)
-    assert {name: lost for name in plays if (lost := sampled_again(plays[name]))} == {}
+    assert {name: lost for name in plays if name not in given_up and (lost := sampled_again(plays[name]))} == {}
     interrupted = Counter(len(found) for found in plays.values())
-    assert sum(group.rollouts[i].answers_from_journal for group in groups for i in range(ATTEMPTS)) > 0
     assert max(interrupted) <= strikes + 1
+    from_journal = sum(group.rollouts[i].answers_from_journal for group in groups for i in range(ATTEMPTS))
+    assert (from_journal > 0) == (max(interrupted) > 1)
     return interrupted
 
 
@@ -82,7 +96,7 @@ async def test_rollouts_outlive_their_worker(make_run: Callable) -> None:
     run = await make_run(*AGENT, "max_lag_steps=0", answer=random_answers(0))
     run.start()
     run.update(0)
-    await asked_more(run, BATCH * TURNS // 2, 0)
+    await asked_more(run, lambda: len(run.servers[0].requests), BATCH * TURNS // 2, 0)
     (worker,) = [process for process in psutil.Process().children() if "spawn_main" in " ".join(process.cmdline())]
     worker.kill()
     await run.until(lambda: len(run.records) == BATCH // ATTEMPTS)
@@ -127,54 +141,69 @@ async def test_worker_killed_at_any_moment_costs_one_turn_of_each_rollout(tmp_pa
     assert sampled <= groups * struck_worker.ATTEMPTS * TURNS + kills * struck_worker.ATTEMPTS
 
 
-class ActorProcess:
-    """The actor's process, as the launcher starts it."""
+class StruckActor:
+    """The actor's process, and the process that stands for the launcher."""
 
     def __init__(self, run: Run):
-        self._run = run
+        self._run, self.roles = run, Roles("actor", str(run.run_dir))
 
     async def start(self) -> None:
-        self._run.stop.clear()
-        self._run.task = asyncio.create_task(self._run._role(None))
+        self._launcher, self._actor = await self.roles.start()
+        self._run.task = asyncio.create_task(self.roles.ended())
 
-    async def kill(self) -> None:
-        (actor,) = [p for p in psutil.Process().children() if "pipelinerl.actor" in p.cmdline()]
-        workers = actor.children(recursive=True)
-        actor.kill()
-        assert self._run.task is not None
-        with contextlib.suppress(AssertionError):
-            await self._run.task
-        psutil.wait_procs(workers, timeout=30)
+    async def kill(self, job: str) -> None:
+        """Kills the actor or the launcher, and returns when nothing of both is left."""
+        os.kill(self._actor if job == "actor" else self._launcher, signal.SIGKILL)
+        if job == "launcher":
+            self._terminate()  # as the launcher's reaper does
+        await self._run.task  # type: ignore[misc]
+
+    async def end(self) -> None:
+        self._terminate()
+        assert await self._run.task == [0], self._run.log()[-4000:]  # type: ignore[misc]
+
+    def _terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._actor, signal.SIGTERM)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 + 30 * MOMENTS)
-async def test_rollouts_outlive_an_actor_and_a_server_killed_at_random_moments(make_run: Callable) -> None:
-    """One of three strikes is the server's: its connections break, and it comes back a moment later."""
-    rng = random.Random(1)
-    run = await make_run(*AGENT, "finetune.max_train_steps=100000", answer=random_answers(1))
-    server: FakeServer = run.servers[0]
-    server.delay_s = 0.02
+@pytest.mark.timeout(300 + 20 * MOMENTS)
+async def test_rollouts_outlive_actor_launcher_and_server_at_random_moments(make_run: Callable, tmp_path: Path) -> None:
+    """One strike of eight comes while the job starts, the others in the midst of answers or of writing them down."""
+    rng, strikes = random.Random(1), Counter[str]()
+    server = StruckServer(tmp_path, free_port())
+    run: Run = await make_run(*AGENT, "finetune.max_train_steps=100000", fakes=[server])
     run.open()
-    actor, version = ActorProcess(run), 0
-    await actor.start()
     run.update(0)
-    for _ in range(MOMENTS):
-        version = await asked_more(run, rng.randrange(1, 8 * TURNS), version)
-        if rng.random() < 1 / 3:
-            port = int(server.url.rpartition(":")[2])
-            await server.stop()
-            await server.start(port=port)
-        else:
-            await actor.kill()
-            await actor.start()
-    published = len(run.records)
-    while len(run.records) < published + 8:
-        version = await asked_more(run, 1, version)
-    run.stop.set()
-    await run.ended()
-    interrupted = assert_whole(run, MOMENTS)
-    print(f"strikes={MOMENTS} groups={len(run.records)} rollouts by plays: {dict(sorted(interrupted.items()))}")
+    actor, version = StruckActor(run), 0
+    try:
+        await actor.start()
+        while strikes.total() < MOMENTS:
+            is_early = rng.random() < 1 / 8
+            if not is_early:
+                version = await asked_more(run, lambda: server.num_sampled, rng.randrange(1, 6 * TURNS), version)
+            await asyncio.sleep(rng.uniform(0.0, 1.0 if is_early else 0.05))
+            job = rng.choice(("actor", "launcher", "server"))
+            strikes[job] += 1
+            if job == "server":
+                await server.kill()
+                await server.start()
+            else:
+                await actor.kill(job)
+                await actor.start()
+        await run.until(lambda: num_published(run) == BATCH * (version + 2), RUN_TIMEOUT_S)  # all that were begun
+        await actor.end()
+    finally:
+        await actor.roles.close()
+    given_up = {f"{unquote(group)}/{attempt}" for group, attempt in GIVEN_UP.findall(run.log())}
+    interrupted = assert_whole(run, MOMENTS, given_up)
+    assert max(interrupted) > 1
+    assert list((tmp_path / "actor_0" / FOLDER).iterdir()) == []
+    played = len(run.records) * ATTEMPTS
+    print(f"strikes={dict(strikes)} sampled={server.num_sampled} turns={played * TURNS} {given_up=}")
+    print(f"rollouts by plays: {dict(sorted(interrupted.items()))}")
+    assert server.num_sampled <= (played + len(given_up)) * TURNS + MOMENTS * 2 * BATCH
 
 
 @pytest.mark.slow

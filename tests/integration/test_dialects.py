@@ -1,13 +1,16 @@
 """The clients of OpenAI and Anthropic against the recording endpoint, in every dialect, streamed and in one piece."""
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -16,6 +19,7 @@ from pipelinerl.agents import RecordedAgent, record_agent
 from pipelinerl.records import TrainingSequence
 from pipelinerl.testing import FakeLLM, byte_tokenizer
 from tests.says import says
+from tests.vision import picture, tokenizer_with_images
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}
@@ -265,7 +269,10 @@ async def test_unknown_routes_are_refused_in_the_dialects_own_shape() -> None:
 
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
+ADDRESS = "http://127.0.0.1/x.png"
+PICTURE = {"type": "image", "source": {"type": "url", "url": ADDRESS}}
+UPLOADED = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
+SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
 
 
 @pytest.mark.parametrize(
@@ -274,6 +281,7 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x
         ("chat/completions", {"messages": HI, "n": 2}, ["n is 2"]),
         ("chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, ["json_object"]),
         ("chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": 3}, ["top_logprobs is 3"]),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, ["'file'"]),
         ("messages", {"max_tokens": 9, "messages": HI, "temperature": 0.3}, ["temperature is 0.3"]),
         ("messages", {"max_tokens": 9, "messages": HI, "top_k": 5}, ["top_k is 5"]),
         ("messages", {"messages": HI}, ["max_tokens"]),
@@ -282,12 +290,24 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x
             {"max_tokens": 9, "messages": [{"role": "user", "content": [PICTURE]}]},
             ["Nothing is downloaded"],
         ),
+        (
+            "messages",
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [UPLOADED]}]},
+            ["Nothing is downloaded"],
+        ),
         ("messages", {"max_tokens": 9, "messages": HI, "tools": [{"type": "bash_1", "name": "bash"}]}, ["'bash'"]),
         ("messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, ["'document'"]),
         ("responses", {"input": "hi", "previous_response_id": "resp_0"}, ["'resp_0'"]),
         ("responses", {"input": "hi", "text": {"format": {"type": "json_schema"}}}, ["json_schema"]),
         ("responses", {"input": "hi", "tools": [{"type": "web_search"}]}, ["'web_search'"]),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, ["'item_reference'"]),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            ["data URL"],
+        ),
+        ("responses", {"input": [{"role": "assistant", "content": [SHOWN]}]}, ["'input_image'"]),
+        ("responses/input_tokens", {"input": [{"role": "user", "content": [SHOWN]}]}, ["images", "how many tokens"]),
         ("responses", {"input": "hi", "background": True}, ["background"]),
         ("responses", {"input": "hi", "include": ["message.output_text.logprobs"]}, ["only Chat Completions has"]),
         ("responses/input_tokens", {"input": "hi", "conversation": "conv_1"}, ["conversation is set"]),
@@ -365,8 +385,93 @@ async def test_sub_agents_of_other_dialects_share_the_endpoint_and_keep_their_se
 
 
 async def test_errors_reach_the_clients_as_their_own_exceptions() -> None:
-    async with recording("x") as agent, openai_client(agent) as client, anthropic_client(agent) as other:
+    async with recording("x") as agent, openai_client(agent) as client:
         with pytest.raises(openai.BadRequestError, match=says("temperature is 0.2")):
             await client.responses.create(model="m", input="hi", temperature=0.2)
-        with pytest.raises(anthropic.BadRequestError, match=says("image")):
-            await other.messages.create(model="m", max_tokens=99, messages=[{"role": "user", "content": [PICTURE]}])
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+async def show_in_chat(agent: RecordedAgent, images: list[str]) -> None:
+    """Asks about the first image, and is shown the others beside what the tool says."""
+    shown: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "look"}, shown[0]]}]
+    async with openai_client(agent) as client:
+        asked = {"model": "m", "tools": [CHAT_TOOL]}
+        said = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+        messages.append(said.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "see"})
+        await client.chat.completions.create(messages=[*messages, {"role": "user", "content": shown[1:]}], **asked)
+
+
+async def show_in_messages(agent: RecordedAgent, images: list[str]) -> None:
+    def block(url: str) -> dict[str, Any]:
+        data = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        return {"type": "image", "source": {"type": "url", "url": url} if url.startswith("http") else data}
+
+    first, *later = map(block, images)
+    history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "look"}, first]}]
+    async with anthropic_client(agent) as client:
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 99, "tools": [ANTHROPIC_TOOL]}
+        said = await client.messages.create(messages=history, **asked)
+        result = {"type": "tool_result", "tool_use_id": said.content[0].id}
+        history.append({"role": "assistant", "content": said.content})
+        history.append({"role": "user", "content": [result | {"content": [{"type": "text", "text": "see"}, *later]}]})
+        await client.messages.create(messages=history, **asked)
+
+
+async def show_in_responses(agent: RecordedAgent, images: list[str]) -> None:
+    first, *later = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in images]
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "look"}, first]}]
+    async with openai_client(agent) as client:
+        said = await client.responses.create(model="m", tools=[RESPONSES_TOOL], input=items)
+        result = {"type": "function_call_output", "call_id": said.output[0].call_id}
+        items += [said.output[0], result | {"output": [{"type": "input_text", "text": "see"}, *later]}]
+        await client.responses.create(model="m", tools=[RESPONSES_TOOL], input=items)
+
+
+SHOWING = [show_in_chat, show_in_messages, show_in_responses]
+
+
+@pytest.mark.parametrize("show", SHOWING)
+async def test_images_are_trained_as_they_were_sent(show: Callable[..., Any], tmp_path: Path) -> None:
+    images, call = [picture(4, 3, seed=0), picture(2, 5, seed=1)], CALLS[: len(CALLS) // 2]
+    async with recording(call, "Blue.", tokenizer=tokenizer_with_images(tmp_path)) as agent:
+        await show(agent, [data_url(image) for image in images])
+        sequence = only_sequence(agent)
+        text = agent.llm.tokenizer.decode(sequence.token_ids)
+        sent = [made.call_tokens.images for made in agent.calls if made.call_tokens]
+        image_id = agent.llm.tokenizer.convert_tokens_to_ids("<image>")
+    assert text == (
+        f"<|im_start|>user\nlook<image><|im_end|>\n<|im_start|>assistant\n{call}<|im_end|>\n"
+        "<|im_start|>tool\nsee<|im_end|>\n<|im_start|>user\n<image><|im_end|>\n<|im_start|>assistant\nBlue.<|im_end|>"
+    )
+    assert sent == [(images[0],), tuple(images)]
+    places = np.flatnonzero(sequence.token_ids == image_id).tolist()
+    assert sequence.images.tolist() == [[index, place, place + 1] for index, place in enumerate(places)]
+
+
+@pytest.mark.parametrize(
+    ("image", "fact"),
+    [(ADDRESS, "Nothing is downloaded"), (data_url(b"x"), "image_token_id"), (data_url(bytes(2**24)), "bytes")],
+)
+@pytest.mark.parametrize("show", SHOWING)
+async def test_images_are_refused_as_each_client_expects(show: Callable[..., Any], image: str, fact: str) -> None:
+    """By its address, by a model of text alone, and in a request that is too large."""
+    async with recording("x") as agent:
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match=says(fact)) as refused:
+            await show(agent, [image])
+        assert (agent.calls, agent.failure) == ([], None)
+    error: Any = refused.value
+    assert error.status_code == (413 if fact == "bytes" else 400)
+    assert (
+        type(error)
+        in {
+            400: (openai.BadRequestError, anthropic.BadRequestError),
+            413: (openai.APIStatusError, anthropic.RequestTooLargeError),
+        }[error.status_code]
+    )
+    kind = "request_too_large" if isinstance(error, anthropic.RequestTooLargeError) else "invalid_request_error"
+    assert (error.body["error"] if isinstance(error, anthropic.APIStatusError) else error.body)["type"] == kind
