@@ -9,10 +9,10 @@ Shapes: N training problems of the domain, without those that other actors take.
 
 import itertools
 import logging
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 KEY = "actor.sampler"
 SLOW_S = 1.0
-"""Time of a call beyond which it is logged."""
+"""Time of a call after which it is logged, even if it never returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +165,14 @@ class ProblemSampler:
         )
 
     def _weigh(self) -> np.ndarray:
-        began = time.monotonic()
+        slow = Timer(SLOW_S, log.warning, (f"event=sampler_slow domain={self._name} no group starts while it runs",))
+        slow.start()
         try:
             weights_N = np.asarray(self._function(self.pool(), **self._kwargs), dtype=np.float64)
         except Exception as error:  # the user's function
             raise DomainError(f"`{KEY}` raised {describe_error(error)}") from error
-        if (took_s := time.monotonic() - began) > SLOW_S:
-            log.warning("event=sampler_slow domain=%s took_s=%.1f no group starts meanwhile", self._name, took_s)
+        finally:
+            slow.cancel()
         wanted = (len(self._problems),)
         if weights_N.shape != wanted or not np.isfinite(weights_N).all() or (weights_N < 0).any():
             raise DomainError(

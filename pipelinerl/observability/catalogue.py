@@ -191,7 +191,7 @@ class PreprocessorMetric(Metric):
         "dropped_by_length/{decile}",
         "share",
         "of the sampled tokens of the shortest (1) to the longest (10) tenth of the last 2,000 rollouts that "
-        "max_lag_steps takes away, mean over the rollouts",
+        "preprocess.lag_drop takes away, mean over the rollouts",
     )
     TOKENS_MASKED_BY_LAG = (
         "tokens_masked_by_lag",

@@ -1,4 +1,4 @@
-"""Cuts the stream of samples into optimizer batches, oldest first, and enforces the lag bound. Pure.
+"""Cuts the stream of samples into optimizer batches, in its order, and applies `preprocess.lag_drop`. Pure.
 
 Every sample is offered exactly once, in the order of topic `actor`. What becomes of it depends only on those before it.
 A restarted preprocessor that replays the topic from the start of a batch therefore rebuilds the same batch. Step ``b``

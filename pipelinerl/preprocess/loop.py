@@ -19,6 +19,7 @@ from dataclasses import replace
 from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import needs_reference, scoring_models
+from pipelinerl.errors import DomainError
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability import spans
 from pipelinerl.observability.archive import open_archive
@@ -203,6 +204,11 @@ class Preprocessor:
         began = time.time_ns()
         if self.supervised is not None:
             batch = replace(batch, samples=(*batch.samples, *self.supervised.samples(batch.step)))
+        if not batch.samples:
+            raise DomainError(
+                f"none of the {self.cfg.batch_size} conversations of step {batch.step} has an answer within "
+                f"`finetune.seq_length`={self.cfg.finetune.seq_length} tokens: raise it, or leave such rows out"
+            )
         rollouts = [sample for sample in batch.samples if sample.token_weights is None]
         order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in rollouts])
         batches = with_order(collate(batch, self.collation), order)

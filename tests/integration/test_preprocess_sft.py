@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipelinerl.errors import DomainError
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import MicroBatch, PreprocessorProgress, topics
 from pipelinerl.testing import byte_tokenizer
@@ -22,6 +23,7 @@ from tests.preprocess_kit import (
     turn_until,
     write_groups,
 )
+from tests.says import says
 
 STEPS = 6
 
@@ -70,6 +72,19 @@ def test_run_that_imitates_and_restarts_publishes_what_one_without_a_stop_does(
     points = list(read_metrics(tmp_path / "whole", "preprocessor"))
     assert [point["samples"] for point in points] == [6] * STEPS
     assert not any("advantage_std" in point or "reward" in point for point in points), "they are of rollouts"
+
+
+def test_step_without_an_answer_is_refused_before_it_is_published(run_dir: Path) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": messages[:1]}, {"messages": messages[:1]}, {"messages": messages}]
+    (run_dir / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ("stage=sft", f"sft.datasets=[{run_dir / 'rows.jsonl'}]", "finetune.gradient_accumulation_passes=1")
+    with (
+        preprocessor(make_context(run_dir, make_world(), *keys, "finetune.train_batch_size=1")) as role,
+        pytest.raises(DomainError, match=says("conversations of step", "`finetune.seq_length`")),
+    ):
+        turn_until(role, lambda: role.totals.step == 3)
+    assert not any(batch.num_samples == 0 for batch in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch))
 
 
 def test_conversations_beside_rollouts_change_nothing_that_is_said_about_rollouts(run_dir: Path) -> None:

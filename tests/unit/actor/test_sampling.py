@@ -1,6 +1,7 @@
 """Problems that a sampler draws: what it is told, how its weights are followed, and what restarts make of it."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipelinerl.actor import sampling
 from pipelinerl.actor.problems import Place, ProblemSource
 from pipelinerl.actor.resume import ActorProgress, load_snapshot, order_resumed, save_snapshot
 from pipelinerl.actor.sampling import Pool, ProblemSampler, try_sampler
@@ -220,6 +222,20 @@ def test_history_of_a_checkpoint_is_json() -> None:
     record = fold.to_record()
     assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
     assert b'"history":{"5":[1,null,null,-1],"2":[1,0.5,0.25,3]}' in msgspec.json.encode(record)
+
+
+def test_sampler_that_does_not_return_is_logged_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logged = threading.Event()
+
+    def warning(text: str) -> None:
+        said.append(text)
+        logged.set()
+
+    monkeypatch.setattr(sampling, "SLOW_S", 0.01)
+    monkeypatch.setattr(sampling.log, "warning", warning)
+    sampler_of(lambda pool: [float(logged.wait(60.0))] * 7).draw(0)
+    assert said == ["event=sampler_slow domain=d no group starts while it runs"]
 
 
 @pytest.mark.parametrize(
