@@ -125,8 +125,12 @@ class TrainingGroups:
 
     def fill(self, version: int) -> None:
         """Starts as many groups as there is room for."""
-        while self._table.has_room(self._rules.attempts) and self._may_start(version):
+        while self.may_start(version):
             self._start(version)
+
+    def may_start(self, version: int) -> bool:
+        """Whether servers and the pacing rule have room for another group."""
+        return self._table.has_room(self._rules.attempts) and self._is_paced(version)
 
     def share_held(self, version: int) -> float:
         """Share of the rollouts that servers and `max_lag_steps` have room for, which wait for a newer version."""
@@ -237,7 +241,7 @@ class TrainingGroups:
     def _waits(self, group: TrainingGroup, now: float) -> bool:
         return self._table.gate.holds(group.used, finished=group.finished, now=now)
 
-    def _may_start(self, version: int) -> bool:
+    def _is_paced(self, version: int) -> bool:
         dispatched, dropped = self._progress.expected_units, self._drops.room()
         if not self._progress.is_rollout_size_known and dispatched >= self._pacing.batch_size:
             return False

@@ -157,7 +157,8 @@ class ActorLoop:
         if not self._evaluator.is_running and self._evaluator.is_due(self._version, self._finishing):
             self._evaluator.start(self._version)
         self._evaluator.fill()
-        if not self._finishing:
+        if not self._finishing and self._training.may_start(self._version):
+            self._reporter.stop_waiting()  # if a user's sampler takes long, nobody else is to blame
             self._training.fill(self._version)
 
     def _share_held(self) -> float:

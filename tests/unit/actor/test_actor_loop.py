@@ -1,19 +1,24 @@
 """The loop with scripted workers: mixing, capacity, failures, evaluation, the end."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pipelinerl.actor.messages import GroupFinished, StartGroup
-from pipelinerl.actor.metrics import evaluation_metrics
+from pipelinerl.actor.metrics import ActorMetrics, Reporter, evaluation_metrics
+from pipelinerl.actor.problems import ProblemSource
+from pipelinerl.actor.sampling import Pool, ProblemSampler
 from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, RolloutGroup
 from tests.actor_stage import ATTEMPTS, Stage, finished, rollout
 from tests.says import says
-from tests.scripted_actor import ScriptedWorkers
+from tests.scripted_actor import QuietStatus, ScriptedWorkers
 
 
 def test_mix_of_what_is_published_meets_the_weights_although_one_domain_is_dropped() -> None:
@@ -29,6 +34,46 @@ def test_mix_of_what_is_published_meets_the_weights_although_one_domain_is_dropp
     published = Counter(record.domain for record in stage.records if isinstance(record, RolloutGroup))
     assert published["a"] / published.total() == pytest.approx(0.75, abs=0.02)
     assert count[0] > 2 * published["a"]
+
+
+class SeenStatus(QuietStatus):
+    """Keeps what is waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, on: str | None = None) -> Iterator[None]:
+        self.waits.append(what)
+        yield
+        self.waits.remove(what)
+
+
+def test_actor_waits_for_nobody_while_a_sampler_runs() -> None:
+    """Else the watchdog would take what the actor waited for last for the one that holds the run up."""
+    status, seen = SeenStatus(), list[list[str]]()
+    stage = Stage(lambda start: None)
+    stage.loop._reporter = Reporter(ActorMetrics(0.0), stage, status, 1000.0)  # type: ignore[arg-type]
+
+    def sampler(pool: Pool) -> np.ndarray:
+        seen.append(list(status.waits))
+        return np.ones(7)
+
+    drawing: dict[str, Any] = {"seed": 0, "name": "d"}
+    stage.progress.sources["d"] = ProblemSource(
+        num_problems=7, sampler=ProblemSampler([{}] * 7, sampler, size=7, **drawing), **drawing
+    )
+    waited: list[str] = []
+    stage.trainer.version = None  # type: ignore[assignment]
+
+    def starts() -> bool:
+        waited.extend(status.waits)
+        stage.trainer.version = 0 if waited else None  # type: ignore[assignment]
+        return bool(stage.workers.started)
+
+    stage.until(starts)
+    assert waited[0] == "the first weights"
+    assert seen == [[]]
 
 
 def test_finished_groups_wait_for_the_domain_that_is_behind() -> None:
