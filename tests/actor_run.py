@@ -125,7 +125,7 @@ class Run:
         self.records += [record for _, record in self.actor.read_all()]
         self.evaluations += [record for _, record in self.evaluation_topic.read_all()]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             self.read()
@@ -138,7 +138,7 @@ class Run:
             assert time.monotonic() < deadline, (self.records, self.evaluations)
             await asyncio.sleep(0.02)
 
-    async def ended(self, timeout_s: float = 60.0) -> None:
+    async def ended(self, timeout_s: float = 200.0) -> None:
         assert self.task is not None
         await asyncio.wait_for(self.task, timeout_s)
         self.read()

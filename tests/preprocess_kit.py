@@ -28,7 +28,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_s
 from pipelinerl.world import Job, WorldMap
 
 VOCAB = 50
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 def prepare_run(backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

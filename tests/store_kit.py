@@ -19,7 +19,7 @@ class Trainer:
     """Several ranks of a trainer in this process, which write to a store."""
 
     def __init__(self, url: str, servers: list[Any], *, ranks: int = RANKS, keep: int = 2, **settings: Any):
-        given = {"secret": SECRET, "timeout_s": 20.0, "stall_s": 5.0, "store": StoreSettings(url=url, keep=keep)}
+        given = {"secret": SECRET, "timeout_s": 60.0, "stall_s": 5.0, "store": StoreSettings(url=url, keep=keep)}
         made = SenderSettings(**(given | settings))
         name = uuid.uuid4().hex
         self.origins = [Origin(made, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
@@ -31,7 +31,7 @@ class Trainer:
             self.origins[0],
             [origin.address for origin in self.origins[1:]],
         )
-        assert self.sender.wait_for_servers(len(servers), 20) == len(servers)
+        assert self.sender.wait_for_servers(len(servers), 60) == len(servers)
 
     def take_snapshot(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         wait_for(lambda: not self.sender.is_busy)
@@ -40,7 +40,7 @@ class Trainer:
     def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Publish a version and wait until all servers serve it."""
         self.take_snapshot(version, weights)
-        assert self.sender.wait_live(version, 20, count=len(self.servers)), self.sender.outcomes
+        assert self.sender.wait_live(version, 60, count=len(self.servers)), self.sender.outcomes
 
     def close(self) -> None:
         self.sender.close()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float = 200.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"

@@ -148,7 +148,7 @@ def test_ended_runs_redis_is_read_by_the_commands_and_by_one_at_a_time(
 def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert environment_of_live_roles(tmp_path) == {}
     environment = {"PIPELINERL_ROLE": "token/actor_0", "PIPELINERL_REDIS_PASSWORD": "theirs"}
-    role = subprocess.Popen(["sleep", "60"], env=os.environ | environment)
+    role = subprocess.Popen(["sleep", "600"], env=os.environ | environment)
     try:
         (tmp_path / "status").mkdir()
         record = StatusRecord(
@@ -178,7 +178,7 @@ def test_role_fails_when_its_server_is_killed(role: Role):
 
 
 def test_role_lends_its_heartbeat_to_the_server_and_ends_a_frozen_one(role: Role):
-    assert role.lent.wait(30)
+    assert role.lent.wait(60)
     server = role.server()
     os.kill(server.pid, signal.SIGSTOP)
     wait_until(lambda: not role.is_beating())

@@ -42,8 +42,8 @@ async def test_completions_with_weights_from_disk_are_repeated_until_the_server_
         return TOKENIZER.encode("ab")
 
     server.answer = answer
-    limits = RequestLimits(timeout_s=20, max_retries=3, max_completions=8)
-    rules = RolloutRules(timeout_s=20, seq_length=100)
+    limits = RequestLimits(timeout_s=120, max_retries=3, max_completions=8)
+    rules = RolloutRules(timeout_s=120, seq_length=100)
     llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 8}, collect_logprobs=True)
     start = StartGroup(task_id=1, group_id="g", domain=0, problem={}, attempts=(0,), evaluation=False, version=6)
     async with aiohttp.ClientSession() as session:

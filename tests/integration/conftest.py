@@ -33,7 +33,8 @@ from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
 from tests.ports import free_port
 
-START_S = 240.0
+START_S, STOP_S = 600.0, 180.0
+"""Importing vLLM takes half a minute alone, and ten times as long on a busy machine."""
 VOCAB = 256
 LOCKS = "/tmp/pipelinerl-vllm.{}.lock"
 """One for each core, and one that is held by who gathers cores."""
@@ -144,7 +145,7 @@ def running_server(
         finally:
             server.process.send_signal(signal.SIGTERM)
             try:
-                code = server.process.wait(timeout=60)
+                code = server.process.wait(timeout=STOP_S)
             except subprocess.TimeoutExpired:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
@@ -247,7 +248,7 @@ class Following:
 
     def follow(self, url: str, **settings: Any) -> StoreFollower:
         """Begin to fetch versions from the store at ``url``."""
-        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 20.0, "stall_s": 5.0}
+        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 60.0, "stall_s": 5.0}
         self.follower = StoreFollower(self._updates, self.loop, FollowerSettings(url=url, **(given | settings)))
         self.follower.start()
         return self.follower
@@ -284,7 +285,7 @@ class ModelServer:
         self.store = Following(updates)
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), daemon=True)
         self._thread.start()
-        wait_for(lambda: self._server.started, 20, lambda: "uvicorn did not start")
+        wait_for(lambda: self._server.started, 60, lambda: "uvicorn did not start")
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.job = Job(name=name, kind="actor_llm", port=self.port, url=f"http://127.0.0.1:{self.port}")
 
@@ -315,7 +316,7 @@ class ModelServer:
     def stop(self) -> None:
         self.store.stop()
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         assert not self._thread.is_alive()
         self.receiver.close()
 

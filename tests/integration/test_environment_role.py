@@ -113,7 +113,7 @@ def test_role_serves_the_users_class_and_leaves_nothing(
     assert len(children) == 1
     role.send_signal(how)
     assert role.wait(60) == (0 if how == signal.SIGTERM else -how), (tmp_path / "log.txt").read_text()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

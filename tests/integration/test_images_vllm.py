@@ -26,7 +26,6 @@ from pipelinerl.streams.codec import Codec
 from tests.sender_kit import Senders
 from tests.vision import expected_logprobs, picture, save_idefics3
 
-pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 2e-5
 WIDE, SQUARE = picture(56, 28), picture(40, 40, seed=1)
 

@@ -17,7 +17,7 @@ from pipelinerl.membership.stores import FolderStore
 
 FAKES = Path(__file__).with_name("launcher_fakes.py")
 SECRET = "a-secret-that-both-nodes-share"
-DEADLINE_S = 90.0
+DEADLINE_S = 200.0
 NODE_TIMEOUT_S = 60.0
 """Longer than a launcher on a loaded machine gets no CPU."""
 LOSS_S = 20.0
@@ -61,7 +61,7 @@ class Nodes:
             "world.finetune_fraction=1",
             f"world.run_id={self.folder}",
             f"launcher.node_timeout_s={self.node_timeout_s}",
-            "launcher.startup_timeout_s=80",
+            "launcher.startup_timeout_s=190",
             *arguments,
         ]
         with open(self.folder / f"{rank}.out", "w") as output:

@@ -15,7 +15,6 @@ from pipelinerl.weights.verify.probe import prompt_lengths
 from tests.sender_kit import Senders
 from tests.served import largest_error, sample
 
-pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-4
 ORIGINAL, HEAD = 256, 32
 CONFIG = {

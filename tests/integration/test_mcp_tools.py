@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ SUMS = {
 
 def problem(**servers: dict[str, Any]) -> dict[str, Any]:
     return {
-        "dataset": "test", "task": "1 + 2?", "answer": "3", "servers": servers, "max_turns": 4, "timeout_s": 30.0,
+        "dataset": "test", "task": "1 + 2?", "answer": "3", "servers": servers, "max_turns": 4, "timeout_s": 200.0,
         "judge": None,
     }  # fmt: skip
 
@@ -52,7 +53,10 @@ async def test_policy_calls_a_tool_of_a_process_and_reads_what_it_refuses():
 
 @pytest.mark.parametrize(("tool", "says_what"), [("end", "Connection closed"), ("hang", "timed out")])
 async def test_process_that_ends_or_hangs_is_a_failure_and_no_reward(tool: str, says_what: str):
-    limit = {"timeout_s": 5.0} if tool == "hang" else {}
+    began = time.monotonic()
+    async with open_tools(OmegaConf.create(CFG), {"sums": SUMS}, timeout_s=200.0):
+        start_s = time.monotonic() - began
+    limit = {"timeout_s": 1.0 + 5 * start_s} if tool == "hang" else {}  # its start must end in time, too
     with pytest.raises(Exception, match=says("MCP server 'sums'", says_what)) as raised:
         await run_rollout(generate_rollout, problem(sums=SUMS) | limit, [call(tool), "<answer>3</answer>"], CFG)
     assert classify(raised.value) == TRANSPORT

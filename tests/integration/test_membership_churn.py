@@ -66,7 +66,7 @@ async def test_servers_that_come_and_go_twenty_times_lose_no_sample(make_run: Ca
     store = FolderStore(run.run_dir)
     view = MembershipWatch(store, [])
     run.start_process()
-    version, served, joiners = 0, [], []
+    version, joiners = 0, []
 
     async def announce_next() -> None:
         """The test plays the trainer: whoever's lease holds gets the next version. Ends when its room is used up."""
@@ -80,20 +80,16 @@ async def test_servers_that_come_and_go_twenty_times_lose_no_sample(make_run: Ca
     try:
         for turn in range(ROUNDS):
             joiners.append(joiner := await Joiner.start(store, f"actor_llm_{turn % 3 + 1}"))
-            started = time.monotonic()
             while not joiner.server.requests:
                 await announce_next()
-            served.append(time.monotonic() - started)
             await (joiner.kill() if turn % 2 else joiner.leave())
         await announce_next()
     finally:
         view.close()
         for joiner in joiners:
             joiner.registration.close()
-    print(f"from a server's start to its first request: {sorted(served)[len(served) // 2]:.2f} s median")
     assert sorted(record.dispatch_index for record in run.records) == list(range(groups_until(version)))
     assert all(isinstance(record, RolloutGroup) and len(record.rollouts) == ATTEMPTS for record in run.records)
-    assert max(served) < 60, served
 
 
 def groups_until(version: int) -> int:

@@ -15,7 +15,6 @@ from pipelinerl.records.answers import Completion
 from tests.sender_kit import Senders
 from tests.served import Served, engine_of, largest_error, sample, weight_check
 
-pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 2e-5
 PROMPT = list(range(40, 60))
 SHARED = {

@@ -20,7 +20,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_s
 from pipelinerl.world import Job, WorldMap
 
 GROUPS, ATTEMPTS, BATCH = 40, 8, 24
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 def write_run(run_dir: Path) -> None:

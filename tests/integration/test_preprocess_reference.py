@@ -115,7 +115,7 @@ def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):
     samples = prepare_group(0, make_group(np.random.default_rng(0), 0, version=0), Shaping(seq_length=64)) * 10
     lengths = [len(sequence.token_ids) for sample in samples for _, sequence in sample.sequences]
     server = Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")
-    scorer = ReferenceScorer(lambda: [server], concurrency=3, deadline_s=1.0)
+    scorer = ReferenceScorer(lambda: [server], concurrency=3, deadline_s=60.0)
     try:
         scorer.submit(samples).result(timeout=DEADLINE_S)
         assert len(fake.urls) == 1
@@ -159,7 +159,7 @@ def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPat
     group = make_group(np.random.default_rng(0), 0, version=0)
     samples = prepare_group(0, group, Shaping(seq_length=64)) * 10
     scorer = ReferenceScorer(
-        lambda: [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=1.0
+        lambda: [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=60.0
     )
     try:
         scored = scorer.submit(samples).result(timeout=DEADLINE_S)
@@ -199,7 +199,7 @@ def test_teacher_of_each_domain_scores_its_samples_beside_the_reference(
         for sample in prepare_group(i, make_group(np.random.default_rng(i), i, version=0), Shaping(seq_length=64))
     ]
     scorers = [
-        ReferenceScorer(partial(servers_of, jobs, models, model), concurrency=2, deadline_s=1.0, model=model)
+        ReferenceScorer(partial(servers_of, jobs, models, model), concurrency=2, deadline_s=60.0, model=model)
         for model in models
     ]
     try:

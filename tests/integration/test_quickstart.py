@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from tests.sender_kit import wait_for
 from tests.vllm_plugin import environment_with
 
-RUN_TIMEOUT_S = 900
+RUN_TIMEOUT_S = 1800
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 SCHEDULED_AHEAD = "a step was scheduled before the samples of the one before were read"
 
@@ -76,7 +77,7 @@ def test_quickstart_learns_on_held_out_problems(summary: dict):
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
     assert summary["optimizer_steps"] == 160
-    assert 80 < summary["weight_updates"] <= 160, "a version may be skipped while the server still takes the one before"
+    assert 160 / 4 <= summary["weight_updates"] <= 160, "steps go at most max_lag_steps + 1 beyond the live version"
     assert summary["aborted_requests"] == 0
     assert summary["lag_steps"]["mean"] <= 3 + 7 / 64, "max_lag_steps + (attempts - 1) / batch size"
 
@@ -100,7 +101,7 @@ def test_quickstart_versions_are_announced_in_order_with_their_server_up_to_the_
     assert {update.servers for update in updates} == {("actor_llm_0",)}
     assert versions == sorted(versions)
     assert (versions[0], versions[-1]) == (0, 160)
-    assert len(versions) > 80, "a version that comes while the server still takes the one before may be skipped"
+    assert max(newer - older for older, newer in pairwise(versions)) <= 3 + 1, "max_lag_steps + 1"
 
 
 def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, groups: list[RolloutGroup]):
@@ -139,7 +140,6 @@ def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
         assert (finished_run / role / "start.sh").is_file()
 
 
-@pytest.mark.timeout(400)
 def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_from_another_folder(tmp_path: Path):
     """Its domain is a module in the working directory, which only the first launch has."""
     project = tmp_path / "project"
@@ -161,11 +161,11 @@ def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_fro
         text=True,
     )
     assert process.stdout is not None
-    wait_for(lambda: process.poll() is not None or _trained(run_dir) >= 5, 300)
+    wait_for(lambda: process.poll() is not None or _trained(run_dir) >= 5, RUN_TIMEOUT_S)
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     process.stdout.close()
-    assert process.wait(timeout=60) == 130, rest
+    assert process.wait(timeout=200) == 130, rest
     marked = [p for p in psutil.process_iter() if str(run_dir) in _environment(p)]
     assert marked == []
 
@@ -176,7 +176,7 @@ def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_fro
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=RUN_TIMEOUT_S,
         check=False,
     )
     assert resumed.returncode == 0, resumed.stdout[-4000:]

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from pipelinerl.domains.sandbox import Limits, Outcome, Sandbox
 from pipelinerl.domains.sandbox.runner import MODES, Jail
 from pipelinerl.errors import VerifierError
 
-LIMITS = Limits(cpu_s=2, wall_s=10.0, total_s=30.0, memory_mb=512, disk_mb=16, processes=16, output_kb=256)
+LIMITS = Limits(cpu_s=2, wall_s=60.0, total_s=120.0, memory_mb=512, disk_mb=16, processes=16, output_kb=256)
 
 
 OURS: set[tuple[str, ...]] = set()
@@ -161,8 +162,9 @@ for i in range(5):
     children.append(child)
 print(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 """
+    limits = replace(LIMITS, cpu_s=60)  # the bombs last until they are cancelled
     for mode in usable_modes():
-        sandbox = Sandbox(limits=LIMITS, mode=mode, concurrency=4)
+        sandbox = Sandbox(limits=limits, mode=mode, concurrency=4)
         bombs = [asyncio.create_task(sandbox.run_python(bomb, [""])) for _ in range(3)]
         await jailed_processes(3 * (LIMITS.processes + 1))
         outcomes = [(await sandbox.run_python(honest, [""]))[0].stdout for _ in range(5)]

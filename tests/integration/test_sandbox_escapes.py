@@ -11,7 +11,7 @@ from pipelinerl.domains.coding.judge import TestSuite, judge
 from pipelinerl.domains.sandbox import Limits, Sandbox
 from tests.integration.test_sandbox import usable_modes, warm_sandbox
 
-LIMITS = Limits(cpu_s=2, wall_s=6.0, total_s=20.0, memory_mb=256, disk_mb=16, processes=16, output_kb=64)
+LIMITS = Limits(cpu_s=2, wall_s=60.0, total_s=120.0, memory_mb=256, disk_mb=16, processes=16, output_kb=64)
 PRELUDE = """
 import ctypes, fcntl, os, resource, signal, struct, sys, time
 libc = ctypes.CDLL(None, use_errno=True)

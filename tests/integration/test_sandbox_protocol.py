@@ -24,10 +24,10 @@ PROGRAM = "```python\nprint(2 * int(input()))\n```"
 
 
 class Own:
-    """A sandbox of a user's: it is the embedded one, with a shorter limit."""
+    """A sandbox of a user's: it is the embedded one, with another limit."""
 
-    def __init__(self) -> None:
-        self._sandbox = Sandbox(limits=Limits(wall_s=1.0))
+    def __init__(self, wall_s: float):
+        self._sandbox = Sandbox(limits=Limits(wall_s=wall_s))
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         return await self._sandbox.run_python(code, stdins, stop_on_failure=stop_on_failure)
@@ -39,7 +39,7 @@ class Broken:
 
 
 def own_sandbox(cfg: DictConfig, session: ClientSession) -> ProgramRunner:
-    return Own()
+    return Own(cfg.sandbox_timeout_s)
 
 
 def broken_sandbox(cfg: DictConfig, session: ClientSession) -> ProgramRunner:
@@ -58,14 +58,14 @@ async def run_code(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def configured(kind: str) -> AsyncIterator[dict[str, Any]]:
+async def configured(kind: str, timeout_s: float = 60.0) -> AsyncIterator[dict[str, Any]]:
     """A configuration that chooses the sandbox."""
     app = web.Application()
     app.router.add_post("/run_code", run_code)
     async with TestServer(app) as server:
-        chosen = {"fusion": {"sandbox_endpoint": str(server.make_url("")), "sandbox_timeout_s": 1.0}}
+        chosen = {"fusion": {"sandbox_endpoint": str(server.make_url(""))}}
         chosen["own"] = {"sandbox": f"{__name__}.own_sandbox"}
-        yield {"rewards": REWARDS, **chosen.get(kind, {})}
+        yield {"rewards": REWARDS, "sandbox_timeout_s": timeout_s, **chosen.get(kind, {})}
     if embedded := choice._sandboxes.pop(asyncio.get_running_loop(), None):
         embedded.close()
 
@@ -81,9 +81,14 @@ async def test_sandbox_runs_each_input_alone_and_stops_as_asked(kind: str, monke
         ]  # fmt: skip
         outcomes = await sandbox.run_python("import sys; sys.exit(int(input()))", ["0", "3", "0"], stop_on_failure=True)
         assert [o.exit_code for o in outcomes] == [0, 3]
-        if kind != "embedded":  # its limit is 15 s
-            outcomes = await sandbox.run_python("while True: pass", ["", ""])
-            assert [o.ended for o in outcomes] == ["time"]
+
+
+@pytest.mark.parametrize("kind", ["fusion", "own"])  # the embedded one's limit is 15 s
+async def test_program_without_end_is_stopped_and_the_last(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    async with configured(kind, timeout_s=1.0) as cfg, ClientSession() as session:
+        outcomes = await runner_of(OmegaConf.create(cfg), session).run_python("while True: pass", ["", ""])
+        assert [o.ended for o in outcomes] == ["time"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

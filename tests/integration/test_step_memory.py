@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.step_memory import UNFITTED, compare
 
-pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 0.1
 TRIES = 3
 """Gloo's threads release tensors unseen. What is not used again until the peak is counted, never too few bytes."""

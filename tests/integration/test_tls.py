@@ -194,11 +194,11 @@ def test_streams_and_leases_over_redis_with_tls(monkeypatch: pytest.MonkeyPatch,
     )
     try:
         await_redis(process, port, "password", tls=True)
-        backend = RedisBackend(port=port, password="password", run_id="r", outage_timeout_s=0.1, tls=True)
+        backend = RedisBackend(port=port, password="password", run_id="r", tls=True)
         spec = SingleStreamSpec(tmp_path, "t")
         appender, cursor = backend.open_appender(spec), backend.open_cursor(spec, "me", None)
         appender.append(b"record")
-        assert [bytes(payload) for _, payload in cursor.read(5.0)] == [b"record"]
+        assert [bytes(payload) for _, payload in cursor.read(60.0)] == [b"record"]
         store = open_store(RedisAddress("127.0.0.1", port, "r", tls=True))
         assert store.leases() == {}
         for end in (appender, cursor):

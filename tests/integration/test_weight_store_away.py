@@ -89,10 +89,9 @@ def test_store_that_goes_on_hanging_ends_the_updates_and_the_trainer_can_close(
     from pipelinerl.errors import WeightUpdateError
 
     url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
+    server, first = following(start_model_server(), make_trainer, url)
+    first.close()
     trainer = make_trainer(url, server, timeout_s=1.0)
-    trainer.send(0, weights(0))
     hang("put")
     trainer.take_snapshot(1, weights(1))
     with pytest.raises(WeightUpdateError, match=says("weights.timeout_s=1 s", "store")):
@@ -110,10 +109,9 @@ def test_store_that_stays_away_ends_the_updates_with_its_reason(
     from pipelinerl.errors import WeightUpdateError
 
     url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
+    server, first = following(start_model_server(), make_trainer, url)
+    first.close()
     trainer = make_trainer(url, server, timeout_s=0.3)
-    trainer.send(0, weights(0))
     shutil.rmtree(url)
     Path(url).write_text("in the way")
     trainer.take_snapshot(1, weights(1))

@@ -32,18 +32,20 @@ class Trainer:
     """The ends of several ranks in this process."""
 
     def __init__(self, servers: list[Any], **settings: Any):
-        made = SenderSettings(**({"secret": SECRET, "bucket_bytes": 1 << 14, "timeout_s": 20.0} | settings))
+        made = SenderSettings(
+            **({"secret": SECRET, "bucket_bytes": 1 << 14, "timeout_s": 60.0, "stall_s": 60.0} | settings)
+        )
         self.origins = [Origin(made, sender="run", rank=rank, ranks=RANKS) for rank in range(RANKS)]
         others = [origin.address for origin in self.origins[1:]]
         jobs = [server.job for server in servers]
         self.sender = WeightSender(lambda: jobs, made, lambda message: None, self.origins[0], others)
-        assert self.sender.wait_for_servers(len(servers), 20) == len(servers)
+        assert self.sender.wait_for_servers(len(servers), 60) == len(servers)
         self._count = len(servers)
 
     def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Takes a version on every rank and waits until all servers serve it."""
         take_on_all_ranks(self.sender, self.origins, version, weights)
-        assert self.sender.wait_live(version, 20, count=self._count), self.sender.outcomes
+        assert self.sender.wait_live(version, 60, count=self._count), self.sender.outcomes
         wait_for(lambda: not self.sender.is_busy)
 
     @property
@@ -246,7 +248,7 @@ def run_ranks(job: dict[str, Any], folder: Path, ranks: int = 2) -> None:
                 )
             )
     try:
-        codes = [process.wait(240) for process in processes]
+        codes = [process.wait(600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -92,7 +92,7 @@ def test_attention_over_two_and_four_ranks_equals_attention_over_the_whole():
             )
         )
     try:
-        outcomes = [process.communicate(timeout=120) for process in processes]
+        outcomes = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

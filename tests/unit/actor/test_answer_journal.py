@@ -203,8 +203,8 @@ class Life:
         llm = TrainableLLM(
             model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 8}, collect_logprobs=True
         )
-        limits = RequestLimits(timeout_s=10.0, max_retries=0, max_completions=len(attempts))
-        rules = RolloutRules(timeout_s=20.0, seq_length=1000)
+        limits = RequestLimits(timeout_s=60.0, max_retries=0, max_completions=len(attempts))
+        rules = RolloutRules(timeout_s=120.0, seq_length=1000)
         executor = Executor(
             *(OmegaConf.create({}), [rollout], (llm, llm), Client(self.session, limits), rules),
             AnswerJournal(self.folder),
@@ -217,7 +217,7 @@ class Life:
             return await task
         self.server.hold_at = before + die_at
         self.server.held.clear()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.server.held.wait()
         task.cancel()
         await asyncio.wait([task])

@@ -62,9 +62,9 @@ async def run() -> AsyncIterator[Run]:
         async def run_group(
             function: Callable, *servers: FakeServer, attempts: int = 4, problem: dict | None = None, **changes: Any
         ) -> GroupFinished:
-            rules = {"timeout_s": changes.pop("rollout_timeout_s", 10.0), "seq_length": changes.pop("seq_length", 1000)}
+            rules = {"timeout_s": changes.pop("rollout_timeout_s", 60.0), "seq_length": changes.pop("seq_length", 1000)}
             rules["named_rewards"] = changes.pop("named_rewards", ())
-            limits = {"timeout_s": changes.pop("request_timeout_s", 10.0), "max_completions": 64}
+            limits = {"timeout_s": changes.pop("request_timeout_s", 60.0), "max_completions": 64}
             limits |= {"max_retries": changes.pop("max_request_retries", 2)}
             parameters = changes.pop("parameters", {"max_tokens": 8})
             group_id, follow_s = changes.pop("group_id", "g"), changes.pop("follow_s", None)
@@ -184,8 +184,8 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
         llm = TrainableLLM(
             model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 99}, collect_logprobs=True
         )
-        client = Client(session, RequestLimits(timeout_s=10, max_retries=0, max_completions=64))
-        rules = RolloutRules(timeout_s=10, seq_length=1000)
+        client = Client(session, RequestLimits(timeout_s=60, max_retries=0, max_completions=64))
+        rules = RolloutRules(timeout_s=60, seq_length=1000)
         executor = Executor(OmegaConf.create({}), [plain], (llm, llm), client, rules)
         executor.servers.update({"0": server.url}, {"0": 7})
         for task_id in range(20):
@@ -313,12 +313,12 @@ class GrowingServer(FakeServer):
 async def test_answer_that_grows_outlives_the_time_limits_of_request_and_rollout(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are 1 s, and the answer takes 40 questions, one every 0.05 s."""
+    """Both are 3 s, and the answer takes 80 questions, one every 0.05 s."""
     monkeypatch.setattr(growth, "FOLLOW_S", 0.0)
-    async with GrowingServer(40) as growing:
-        finished = await run(plain, growing, attempts=2, request_timeout_s=1.0, rollout_timeout_s=1.0, follow_s=0.05)
+    async with GrowingServer(80) as growing:
+        finished = await run(plain, growing, attempts=2, request_timeout_s=3.0, rollout_timeout_s=3.0, follow_s=0.05)
         assert (len(finished.rollouts), len(growing.requests)) == (2, 1)
-        assert growing.num_sampled >= 40
+        assert growing.num_sampled >= 80
 
 
 async def test_attempt_that_has_ended_is_no_load_of_its_server(run: Run, server: FakeServer) -> None:

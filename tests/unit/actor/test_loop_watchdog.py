@@ -24,7 +24,8 @@ from pipelinerl.inspect.progress import blocked_loop_lines, blocked_places
 from pipelinerl.observability.status import RoleStatus, read_statuses
 from tests.says import says
 
-PAUSE_S = BLOCKED_S + 0.5
+PAUSE_S = BLOCKED_S + 1.5
+"""On a busy machine the time for which the looking thread waits for a CPU is taken off."""
 
 
 async def sleepy_rollout(*_: Any) -> None:

@@ -248,7 +248,7 @@ async def test_late_judge_is_a_failure_and_a_bound_holds_requests_back(session: 
     async with Server(lambda number, asked: wait()) as server:
         with pytest.raises(VerifierError, match=says("judges.timeout_s", "0.05 s")):
             await client(server.url, timeout_s=0.05, patience_s=60.0).check(session, "Q", "A")
-    assert len(server.requests) == 1
+    assert len(server.requests) <= 1, "it is not asked again, and on a busy machine the time is over before it is asked"
     async with Server(lambda number, asked: wait()) as server:
         judge = client(server.url, concurrency=2)
         asked = [asyncio.ensure_future(judge.check(session, "Q", str(i))) for i in range(5)]

@@ -33,9 +33,9 @@ class Threads(Peers):
 
     def gather(self, value: Any) -> list[Any]:
         self._box[self.rank] = value
-        self._barrier.wait(30)
+        self._barrier.wait(60)
         values = list(self._box)
-        self._barrier.wait(30)
+        self._barrier.wait(60)
         return values
 
 

@@ -51,7 +51,7 @@ class Link:
 
     def __init__(self, size: int):
         self._sent: dict[int, list[Tensor]] = {}
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=60)
 
     def exchange(self, rank: int, out: Tensor, parts: list[Tensor]) -> None:
         self._sent[rank] = parts

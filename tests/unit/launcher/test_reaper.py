@@ -49,7 +49,7 @@ def test_sweep_ends_marked_processes_and_leaves_strangers() -> None:
     mark = RunMark()
     ours, stranger = start(FORKING, mark), start(SLEEP, None)
     assert len(reaper.marked_processes(mark.run)) == 2
-    assert reaper.sweep(mark.run, grace_s=5) == 2
+    assert reaper.sweep(mark.run, grace_s=60) == 2
     assert close(ours) == -signal.SIGTERM
     assert reaper.marked_processes(mark.run) == []
     assert stranger.poll() is None
@@ -96,9 +96,9 @@ def test_sweep_unlinks_segments_and_semaphores_of_the_killed() -> None:
 def test_reaper_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
     mark = RunMark()
     process = start(SLEEP, mark)
-    Reaper(mark, grace_s=1).dismiss()
+    Reaper(mark, grace_s=60).dismiss()
     assert process.poll() is None
-    watch = Reaper(mark, grace_s=1)
+    watch = Reaper(mark, grace_s=60)
     watch._pipe.close()
     assert close(process) == -signal.SIGTERM
     watch._process.wait(timeout=60)
@@ -152,19 +152,21 @@ path = Path({str(tmp_path)!r})
 lock = open(path / "lock", "a+")
 run_dir.take_lock(lock, path)
 mark = RunMark()
-Reaper(mark, grace_s=2.0, lock=lock.fileno())
+reaper = Reaper(mark, grace_s=0.2, lock=lock.fileno())
 import subprocess
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
 child = subprocess.Popen([sys.executable, "-c", stubborn], env={{**os.environ, **mark.variables("role")}}, stdout=-1)
 child.stdout.readline()
-print(child.pid, flush=True)
+os.kill(reaper._process.pid, signal.SIGSTOP)
+print(child.pid, reaper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     launcher = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
-    child = int(launcher.stdout)
+    child, its_reaper = map(int, launcher.stdout.split())
     with open(tmp_path / "lock", "a+") as lock:
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.kill(its_reaper, signal.SIGCONT)
         run_dir.take_lock(lock, tmp_path)
         assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
@@ -185,7 +187,7 @@ def test_run_helper_deadline_ends_all_that_it_started() -> None:
 
 def test_run_helper_returns_code_and_streams() -> None:
     code = "import sys; print(sys.stdin.read().upper()); print('e', file=sys.stderr); sys.exit(3)"
-    assert run_helper([sys.executable, "-c", code], timeout_s=20, stdin="in", env=dict(os.environ)) == (
+    assert run_helper([sys.executable, "-c", code], timeout_s=120, stdin="in", env=dict(os.environ)) == (
         3,
         "IN\n",
         "e\n",

@@ -1,5 +1,6 @@
 """A role's own lease and its view of the others, with real threads and a store in a folder."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,9 +52,10 @@ def test_lease_is_renewed_while_the_role_lives_and_given_back_at_the_end(store, 
 def test_role_without_a_sign_of_life_is_seen_as_gone(store, register) -> None:
     watch = MembershipWatch(store, ())
     try:
-        signs = iter(range(3))
-        register(life=lambda: next(signs, -1)).update(state="ready", url="http://a:1")
+        has_ended = threading.Event()
+        register(life=lambda: 0.0 if has_ended.is_set() else time.monotonic()).update(state="ready", url="http://a:1")
         until(lambda: "actor_llm_0" in watch.servers("actor_llm"))
+        has_ended.set()
         until(lambda: "actor_llm_0" not in watch.servers("actor_llm"))
     finally:
         watch.close()

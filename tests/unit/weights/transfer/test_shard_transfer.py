@@ -115,13 +115,13 @@ class Update:
                 workers=route,
                 transport="tcp",
                 bucket_bytes=BUCKET,
-                timeout_s=30.0,
-                stall_s=5.0,
+                timeout_s=60.0,
+                stall_s=60.0,
                 base_version=base_version,
             )
             transfers += [worker.receiver.begin(request) for worker in server]
         for transfer in transfers:
-            assert isinstance(transfer.reply(30), Staged), transfer.end
+            assert isinstance(transfer.reply(60), Staged), transfer.end
 
     def send(self, version: int) -> None:
         """All servers take the whole version."""
@@ -270,7 +270,7 @@ def test_worker_of_four_needs_its_shard_and_two_buckets_at_most() -> None:
         origin.take_snapshot(0, given.items(), layout_of(given).specs, SnapshotPlan())
         process = multiprocessing.get_context("spawn").Process(target=_peak, args=(origin.address, theirs))
         process.start()
-        assert ours.poll(60)
+        assert ours.poll(200)
         end, peak = ours.recv()
         process.join()
     finally:
