@@ -9,11 +9,15 @@ from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer import chain
 
 
-def chain_place(client: ServerClient) -> tuple[bool, bool, bool, int, int]:
-    """Sorts servers by their place in a chain: healthy ones, those that failed, those that are slow."""
+def chain_place(client: ServerClient) -> tuple[bool, float, bool, bool, int, int]:
+    """Sorts servers by their place in a chain: healthy ones, those that failed, those that are slow.
+
+    Of the slow ones come first those that may be fast, and then the less slow ones.
+    """
     standing = client.standing
     return (
         standing.is_slow,
+        standing.limit if standing.is_slow else 0.0,
         standing.gives_slowly,
         client.is_suspect,
         client.job.node_rank,
@@ -26,7 +30,7 @@ def chained(
 ) -> list[Dispatch]:
     """Plans the chains of the servers that hold the delta's base, and those of all others.
 
-    Reliable servers come first. Slow ones pull from the last of them, and nobody pulls from slow ones.
+    Reliable servers come first. Slow ones follow, and nobody pulls from one that is slow to send.
 
     Args:
         ranks: addresses of the trainer's ranks, each of which has one stripe.
@@ -48,7 +52,7 @@ def chained(
             [client.workers for client in clients],
             list(zip(ranges, ranks, strict=False)),
             num_reliable=sum(not client.is_suspect for client in clients[: len(clients) - num_slow]),
-            num_slow=num_slow,
+            slow=[client.standing.gives_slowly for client in clients[len(clients) - num_slow :]],
         )
         for client, route in zip(clients, routes, strict=True):
             dispatches.append(

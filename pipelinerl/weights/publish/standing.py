@@ -4,12 +4,15 @@ Servers report the links that were a limit (`protocol.Link`). A slow link has tw
 Whoever did well on another link of the same update is not. If that clears neither, both are taken for slow until the
 next update or the gauge clears one: the place at the end of the chain costs a healthy server nothing. A link of which
 one end is known to be slow says nothing about the other. Between slow and well nothing is said, and what was known
-stays: two slow servers that share an uplink look half as slow as they are. Of three or more a healthy one looks as
-slow as its share of the uplink, so one that had its share is given a chance, the next time only after twice as many
-updates.
+stays: two slow servers that share an uplink look half as slow as they are.
+
+A busy machine may make any number of healthy servers look slow. So those that are slow to receive form a chain, too,
+behind the healthy ones (`dispatch.chain_place`), in which nobody shares an uplink. Those of which an update showed no
+limit come first (`Standing.limit`): one that is healthy then gets the version as early as the others, which clears it.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +24,6 @@ SLOWER, SLOWER_S = 2.0, 0.5
 """A link is slow if it would need so many times the fastest server's seconds, and so many seconds more."""
 WELL = 1.5
 """A link is well if it would need at most so many times the fastest server's seconds, or `SLOWER_S` more."""
-EQUAL, SHARERS = 1.1, 3
-"""Of those who share an uplink, who needs at most so many times the seconds of the first has an equal share. Of more
-than so many, a server of a quarter of the rate has one, too."""
 MAX_PASSES = 64
 REMEMBERED = 4
 """Updates after which a rate that nobody reaches any more is forgotten."""
@@ -47,8 +47,9 @@ class LinkVerdict:
     gives_slowly: frozenset[str] = frozenset()
     takes_well: frozenset[str] = frozenset()
     takes_slowly: frozenset[str] = frozenset()
-    takes_its_share: frozenset[str] = frozenset()
-    """It had its equal share of a fast uplink that all slow ones shared. A slow downlink may have carried as much."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Server that reported → how many times the fastest server's seconds its own link would need. 0 = its sources were
+    no faster, or it shared an uplink."""
 
 
 def is_slow(seconds: float, fastest_s: float) -> bool:
@@ -117,10 +118,6 @@ def judge_links(
         if puller in in_time and link.share > 0.5 and not is_slow(link.whole_s, fastest_s)
     }
     known = known or {}
-    shared = {t for _, t, link in measured if link.is_shared and is_well(link.whole_s, fastest_s)}
-    few = sum(standing.is_slow for standing in known.values()) <= SHARERS
-    shared_s = {one.server: one.seconds for one in reports if one.server in shared and few}
-    takes_its_share = {t for t, seconds in shared_s.items() if seconds <= EQUAL * min(shared_s.values())}
     slow_pullers = {name for name, standing in known.items() if standing.takes_slowly} - takes_well
     slow_sources = {name for name, standing in known.items() if standing.gives_slowly} - gives_well
     # Nobody can replace the trainer, so the puller answers for a slow link to it, as to any source that gives well.
@@ -135,7 +132,11 @@ def judge_links(
         gives_slowly=frozenset(gives_slowly),
         takes_well=frozenset(takes_well),
         takes_slowly=frozenset(takes_slowly),
-        takes_its_share=frozenset(takes_its_share),
+        limits={
+            report.server: min((one.whole_s for one in report.links if one.whole_s and not one.is_shared), default=0.0)
+            / (fastest_s or 1.0)
+            for report in reports
+        },
     )
 
 
@@ -162,27 +163,23 @@ class Standing:
 
     gives_slowly: bool = False
     takes_slowly: bool = False
+    limit: float = 0.0
+    """See ``LinkVerdict.limits``, of its last update."""
     _uplink: Probation = field(default_factory=Probation)
     """Its looks are gauges."""
-    _downlink: Probation = field(default_factory=Probation)
-    """Its looks are updates in which it had its share of an uplink."""
-    _version: int = -1
-    """Newest version whose update was such a look."""
 
     @property
     def is_slow(self) -> bool:
         return self.gives_slowly or self.takes_slowly
 
-    def judge(self, server: str, verdict: LinkVerdict, version: int) -> None:
-        """Takes the newest verdict on the update to a version. What it did not measure stays as it was."""
+    def judge(self, server: str, verdict: LinkVerdict) -> None:
+        """Takes the newest verdict on an update. What it did not measure stays as it was."""
         before = (self.gives_slowly, self.takes_slowly)
         if server in verdict.gives_well | verdict.gives_slowly:
             self.gives_slowly = server in verdict.gives_slowly
         if server in verdict.takes_well | verdict.takes_slowly:
             self.takes_slowly = server in verdict.takes_slowly
-        elif self.takes_slowly and server in verdict.takes_its_share and version > self._version:
-            self._version = version
-            self.takes_slowly = not self._downlink.clears(is_well=True)
+        self.limit = verdict.limits.get(server, self.limit)
         if self.gives_slowly and not before[0]:
             self._uplink.passes = 0
         self._tell(server, before)
@@ -190,7 +187,7 @@ class Standing:
     def fail(self, server: str) -> None:
         """Records that the server did not get all bytes in time, and that its own link was the limit."""
         before = (self.gives_slowly, self.takes_slowly)
-        self.takes_slowly = True
+        self.takes_slowly, self.limit = True, math.inf
         self._tell(server, before)
 
     def gauge(self, server: str, seconds: float, fastest_s: float) -> None:

@@ -47,7 +47,7 @@ def bucket_bytes(largest: int, num_bytes: int, num_workers: int) -> int:
 
 
 def chain(
-    servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable: int | None = None, num_slow: int = 0
+    servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable: int | None = None, slow: Sequence[bool] = ()
 ) -> list[Route]:
     """Returns the routes of servers that all lack the same bytes.
 
@@ -56,10 +56,10 @@ def chain(
         origins: every stripe and its source. The chain of each stripe begins at another server, so that no link carries
             the beginning of all chains.
         num_reliable: the servers after so many are the last of every chain. None = all that are not slow.
-        num_slow: so many servers, the last ones, pull from the last reliable server, and no other server from them.
+        slow: so many servers, the last ones, follow the last reliable server. Of each whether nobody pulls from it.
     """
     ranges: list[list[list[PayloadRange]]] = [[[] for _ in server] for server in servers]
-    links = len(servers) - num_slow
+    links = len(servers) - len(slow)
     reliable = links if num_reliable is None else num_reliable
     for stripe, ((start, end), origin) in enumerate(origins):
         first = stripe * reliable // len(origins)
@@ -70,11 +70,13 @@ def chain(
                 sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
                 ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
             before.append(servers[index])
-        healthy = before[: reliable or links][: -BACKUPS - 2 : -1]
-        for index in range(links, len(servers)):
+        before = before[: reliable or links]
+        for index, gives_slowly in enumerate(slow, links):
             for worker in range(len(servers[index])):
-                sources = (*_near(servers[index], worker, healthy), origin)
+                sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
                 ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
+            if not gives_slowly:
+                before.append(servers[index])
     return [tuple(tuple(worker) for worker in server) for server in ranges]
 
 

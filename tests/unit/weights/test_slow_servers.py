@@ -141,18 +141,17 @@ def test_processes_that_stand_still_are_left_once_in_a_thousand_pulls_of_two_hun
     assert left <= 1e-3 * sum(3 * servers for servers, _, _ in networks)
 
 
-@pytest.mark.parametrize(
-    ("slow", "mistaken"), [({0: ("uplink", 4)}, (1, 3)), ({7: ("both", 10), 8: ("both", 4)}, (1,))]
-)
+@pytest.mark.parametrize("slow", [{0: ("uplink", 4)}, {7: ("both", 10), 8: ("both", 4)}])
+@pytest.mark.parametrize("mistaken", [(1, 3), (1, 3, 5, 6, 9, 10, 12, 15)])
 def test_healthy_servers_that_were_taken_for_slow_are_back_soon(slow: Slow, mistaken: tuple[int, ...]) -> None:
-    """As happens on a busy machine. All slow ones share one uplink, so that each of them looks slow again."""
+    """As happens on a busy machine, which may have made some of them look slower than the slow ones."""
     made = network(16, 48, slow)
     for place in {*slow, *mistaken}:
-        standing = made.clients[place].standing
-        standing.gives_slowly = slow.get(place, ("", 1))[0] == "uplink"
-        standing.takes_slowly = not standing.gives_slowly
+        standing, (kind, factor) = made.clients[place].standing, slow.get(place, ("downlink", 2 + place))
+        standing.gives_slowly, standing.takes_slowly = kind != "downlink", kind != "uplink"
+        standing.limit = float(factor) if standing.takes_slowly else 0.0
     healthy = {f"s{place}" for place in range(16) if place not in slow}
-    assert later_s(made, healthy, 2, 6) <= BAR * without_s(16, 48)
+    assert later_s(made, healthy, 2, 4) <= BAR * without_s(16, 48)
 
 
 @pytest.mark.parametrize("kind", ["up", "down"])

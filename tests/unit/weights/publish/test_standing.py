@@ -1,5 +1,7 @@
 """Which end of a slow link is at fault, and when a server counts as well again."""
 
+import math
+
 import pytest
 
 from pipelinerl.weights.protocol import Address, Link
@@ -102,54 +104,45 @@ def test_servers_that_waited_for_others_are_not_judged() -> None:
 
 def test_standing_keeps_what_an_update_did_not_measure_and_takes_what_it_did() -> None:
     standing = Standing(gives_slowly=True, takes_slowly=True)
-    standing.judge("a", LinkVerdict(takes_well=frozenset("a")), 0)
+    standing.judge("a", LinkVerdict(takes_well=frozenset("a")))
     assert (standing.gives_slowly, standing.takes_slowly) == (True, False)
 
 
 def test_server_is_well_again_after_a_fast_gauge_and_after_two_the_second_time() -> None:
     standing, slow = Standing(), LinkVerdict(gives_slowly=frozenset("a"))
-    standing.judge("a", slow, 0)
+    standing.judge("a", slow)
     standing.gauge("a", 20, 2)
     assert standing.is_slow
     standing.gauge("a", 2, 2)
     assert not standing.is_slow
-    standing.judge("a", slow, 0)
+    standing.judge("a", slow)
     standing.gauge("a", 2, 2)
     assert standing.is_slow
     standing.gauge("a", 2, 2)
     assert not standing.is_slow
 
 
-def test_healthy_server_that_was_taken_for_slow_is_cleared_by_its_share_of_an_uplink() -> None:
-    """`a` could feed one in 2 s, and feeds three. `c` takes a quarter of that, and `d` a tenth."""
-    shared = Link(source=Address("a", 1), share=1.0, whole_s=2.0, is_shared=True)
-    reports = [report("a", 2, link("trainer", 2)), *(report(*one, shared) for one in (("b", 6.0), ("c", 8.0)))]
-    reports.append(report("d", 20, link("a", 20)))
-    known = {name: Standing(takes_slowly=True) for name in "bcd"}
-    verdict = judge_links(reports, SERVERS, known)
-    assert (verdict.takes_its_share, verdict.takes_slowly, verdict.takes_well) == ({"b"}, {"d"}, {"a"})
-    for name, standing in known.items():
-        standing.judge(name, verdict, 1)
-    assert [known[name].takes_slowly for name in "bcd"] == [False, True, True]
-
-
-def test_server_that_is_slow_at_its_share_has_another_chance_after_twice_as_many_updates() -> None:
-    standing, slow = Standing(), LinkVerdict(takes_slowly=frozenset("a"))
-    share = LinkVerdict(takes_its_share=frozenset("a"))
-    chances = []
-    for version in range(20):
-        was_slow = standing.takes_slowly
-        for _ in range(3):  # with every report of the update
-            standing.judge("a", share if was_slow else slow, version)
-        if was_slow and not standing.takes_slowly:
-            chances.append(version)
-    assert chances == [1, 4, 9, 18]
+def test_limit_is_that_of_its_own_links_and_zero_for_who_waited_for_others() -> None:
+    """`a` has 2 s. `b` would need 8 s over one of its links and 12 s over the other, `c` waits for it."""
+    reports = [
+        report("a", 2, link("trainer", 2)),
+        report("b", 10, link("a", 12, 0.5), link("trainer", 8, 0.5)),
+        report("c", 10, link("b", 0.0)),
+        report("d", 8, Link(source=Address("a", 1), share=1.0, whole_s=8.0, is_shared=True)),
+    ]
+    verdict = judge_links(reports, SERVERS)
+    assert verdict.limits == {"a": 1.0, "b": 4.0, "c": 0.0, "d": 0.0}
+    standing = Standing(takes_slowly=True, limit=3.0)
+    standing.judge("b", LinkVerdict())
+    assert standing.limit == 3.0, "it is not in this update"
+    standing.judge("b", verdict)
+    assert standing.limit == 4.0
 
 
 def test_server_that_failed_by_its_own_link_takes_slowly() -> None:
     standing = Standing()
     standing.fail("a")
-    assert standing.takes_slowly
+    assert (standing.takes_slowly, standing.limit) == (True, math.inf)
 
 
 def test_puller_is_compared_with_earlier_updates_where_all_wait_for_it() -> None:

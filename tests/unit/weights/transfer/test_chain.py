@@ -70,19 +70,19 @@ def test_suspect_servers_are_the_last_of_every_stripes_chain() -> None:
     assert [sources(route, part=1)[0] for route in routes] == ["s1:1", "rank1:1", "s0:1"]
 
 
-def test_slow_servers_pull_from_the_last_healthy_one_and_nobody_from_them() -> None:
-    routes = chain([[worker(i)] for i in range(5)], [((0, 100), ORIGIN)], num_slow=2)
-    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1", "s2:1"]
-    assert sources(routes[4]) == ["s2:1", "s1:1", "s0:1", "trainer:1"]
+def test_slow_servers_follow_the_last_healthy_one_and_nobody_pulls_from_those_that_are_slow_to_send() -> None:
+    routes = chain([[worker(i)] for i in range(6)], [((0, 100), ORIGIN)], slow=[True, False, True])
+    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1", "s2:1", "s4:1"]
+    assert sources(routes[5]) == ["s4:1", "s2:1", "s1:1", "s0:1", "trainer:1"]
 
 
 def test_slow_servers_pull_from_a_healthy_one_and_not_from_one_that_failed() -> None:
-    routes = chain([[worker(i)] for i in range(4)], [((0, 100), ORIGIN)], num_reliable=2, num_slow=1)
+    routes = chain([[worker(i)] for i in range(4)], [((0, 100), ORIGIN)], num_reliable=2, slow=[False])
     assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s1:1"]
 
 
-def test_slow_server_never_pulls_from_another_one() -> None:
-    routes = chain([[worker(i)] for i in range(7)], [((0, 100), ORIGIN)], num_slow=6)
+def test_servers_that_are_slow_to_send_pull_from_the_last_healthy_one_alone() -> None:
+    routes = chain([[worker(i)] for i in range(7)], [((0, 100), ORIGIN)], slow=[True] * 6)
     assert [sources(route) for route in routes[1:]] == [["s0:1", "trainer:1"]] * 6
 
 
