@@ -35,6 +35,14 @@ def cut_logs(paths: Iterable[Path], max_bytes: int) -> None:
             log.warning("event=log_not_cut file=%s error=%s", path, error)
 
 
+def length_of(path: Path) -> int:
+    """Return the number of bytes of a log, 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def last_lines(path: Path, tail_bytes: int) -> list[str]:
     """Return the non-blank lines in the last `tail_bytes` of a log and, if it is shorter, of its `earlier` part."""
     text, missing = b"", tail_bytes

@@ -42,7 +42,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
-from pipelinerl.launcher.logs import last_lines
+from pipelinerl.launcher.logs import last_lines, length_of
 from pipelinerl.membership.stores import FOLDER
 from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
 from pipelinerl.world import WorldMap
@@ -295,13 +295,14 @@ def mark_folder(path: Path) -> Path:
     return marker
 
 
-def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
+def last_error_line(log_path: Path, tail_bytes: int = 65536, *, since: int = 0) -> str:
     """Return the line of a log that best explains why its role ended: its last error, never a warning or a note.
 
     A line without a level is an error if it names one, as the last line of a traceback does. If there is none, the
-    last line is it, unless it is a note: `Killed`.
+    last line is it, unless it is a note: `Killed`. Bytes before ``since`` are left out, if the log was not cut.
     """
-    lines = last_lines(log_path, tail_bytes)
+    newer = length_of(log_path) - since
+    lines = last_lines(log_path, min(newer, tail_bytes) if since and newer >= 0 else tail_bytes)
     errors, is_note = [], False
     for line in lines:
         if level := LEVEL.match(line):

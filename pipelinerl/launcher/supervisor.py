@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleEngine, RoleExit
+from pipelinerl.launcher.logs import length_of
 from pipelinerl.launcher.losses import Decision, ProcessLost, decide, restart_delay_s
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.launcher.stopping import STORES
@@ -61,6 +62,8 @@ class Role:
     restarts: int = 0
     waits_for_space: int = 0
     """How often it ended because its disk was full."""
+    log_begins: int = 0
+    """Bytes of its log that earlier processes and launches wrote."""
 
 
 class PeerLaunchers:
@@ -175,6 +178,7 @@ class Supervisor:
         """Start a role and react to its losses. Ends when the role is done or the run ends."""
         name = role.command.name
         while True:
+            role.log_begins = length_of(self._log_path(role))
             self._engine.start(role.command)
             end = await self._engine.exit_of(name)
             decision = decide(await self._process_lost(role, end) if isinstance(end, RoleExit) else end)
@@ -243,8 +247,12 @@ class Supervisor:
             self.actor_done(role.command.name)
 
     def _failure(self, role: Role, reason: str) -> RoleFailure:
-        path = self._run_dir / role.command.name / "log.txt"
-        return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
+        path = self._log_path(role)
+        error_line = last_error_line(path, since=role.log_begins)
+        return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=error_line)
+
+    def _log_path(self, role: Role) -> Path:
+        return self._run_dir / role.command.name / "log.txt"
 
     def _end(self, decision: Decision, failure: RoleFailure | None, reason: str = "") -> None:
         if self._ending is None or self._ending.done():

@@ -33,3 +33,15 @@ def test_reason_of_a_role_is_found_across_the_cut(tmp_path: Path) -> None:
     assert last_lines(path, 1000) == ["a", "2026 ERROR actor_0 actor: no space", "bye"]
     assert last_lines(path, 4) == ["bye"]
     assert last_error_line(path) == "2026 ERROR actor_0 actor: no space"
+
+
+def test_error_of_an_earlier_process_is_not_the_reason_of_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("2026 ERROR actor_0 actor: of the launch before\n")
+    began = path.stat().st_size
+    assert "before" not in last_error_line(path, since=began)
+    with path.open("a") as log:
+        log.write("2026 INFO actor_0 actor: a note\n")
+    assert last_error_line(path, since=began) == "no error in its log"
+    path.write_text("2026 ERROR actor_0 actor: no space\n")  # it was cut, and is shorter now
+    assert last_error_line(path, since=began) == "2026 ERROR actor_0 actor: no space"
