@@ -17,3 +17,11 @@ def load_hinted(dataset_names: list[str], **params: Any) -> list[dict[str, Any]]
     return [
         problem | {"hint": f"It is {problem['answer']}."} for problem in largest.load_problems(dataset_names, **params)
     ]
+
+
+def load_shown(dataset_names: list[str], **params: Any) -> list[dict[str, Any]]:
+    """With a hint that the quickstart's model understands, which answers with a random one of the numbers it sees."""
+    return [
+        problem | {"hint": largest.question([problem["answer"]] * 3)}
+        for problem in largest.load_problems(dataset_names, **params)
+    ]

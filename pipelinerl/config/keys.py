@@ -71,9 +71,9 @@ def key(default: Any, meaning: str, *, may_change: bool = False, **bounds: Any) 
     return Field(description=meaning, json_schema_extra={"default": default, "may_change": may_change}, **bounds)
 
 
-def entry_key(default: Any, meaning: str, *, may_change: bool = False) -> Any:
+def entry_key(default: Any, meaning: str, *, may_change: bool = False, **bounds: Any) -> Any:
     """Declare a key of an entry of a list, which gets its default here, because no YAML file holds it."""
-    return key(default, meaning, may_change=may_change, default_factory=lambda: default)
+    return key(default, meaning, may_change=may_change, default_factory=lambda: default, **bounds)
 
 
 def declared(section: type[Section], prefix: str = "") -> Iterator[Key]:

@@ -7,7 +7,7 @@ from typing import Any
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, token_arguments
 from pipelinerl.config.sections import Config, RLSection
-from pipelinerl.config.servers import needs_reference
+from pipelinerl.config.servers import needs_reference, sends_adapter
 
 
 @cache
@@ -153,12 +153,32 @@ def teachers_teach(config: Config) -> str | None:
             return "`teachers` has several models or names domains, but the run has one domain: name one model for all"
         return None
     for domain in config.domains:
-        own = [t.model_path for t in teachers if t.domains is None or domain.name in t.domains]
+        own = [t.model_path or config.model_path for t in teachers if t.domains is None or domain.name in t.domains]
         if len(own) != 1:
             return f"domain {domain.name} has {len(own)} teachers ({', '.join(own) or 'none'}): give every domain one"
     names = {domain.name for domain in config.domains}
     unknown = sorted({name for teacher in teachers for name in teacher.domains or ()} - names)
     return f"`teachers` names domain {unknown[0]!r}, which is none of {', '.join(sorted(names))}" if unknown else None
+
+
+def averages_follow_the_policy(config: Config) -> str | None:
+    """Refuses a teacher that is an average of the policy where it would have no start, or get no whole versions."""
+    for teacher in config.teachers:
+        if teacher.ema is None:
+            continue
+        if teacher.model_path is not None:
+            return (
+                f"`teachers.ema` is {teacher.ema:g} and `teachers.model_path` {teacher.model_path!r}: an average of "
+                "the policy begins with the policy; remove one"
+            )
+        needs = f"`teachers.ema` is {teacher.ema:g}, an average of whole versions that its server is sent in the run"
+        if sends_adapter(config):
+            return f"{needs}, but the run sends adapters: set finetune.lora.send=merged"
+        if config.weights.backend == "store":
+            return f"{needs}, but `weights.backend` is store: take tcp or nccl"
+        if config.debug.mode is not None:
+            return f"{needs}, but `debug.mode` is {config.debug.mode}, which has no trainer or no servers: name a model"
+    return None
 
 
 def reference_model_is_used(config: Config) -> str | None:
@@ -259,6 +279,7 @@ OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     kl_has_reference,
     loss_has_its_figures,
     teachers_teach,
+    averages_follow_the_policy,
     reference_model_is_used,
     value_advantage_has_value_loss,
     group_has_baseline,

@@ -42,7 +42,10 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
         found["reference_model_path"] = _absolute_model(found["reference_model_path"], base)
     if found.get("teachers"):
         found["teachers"] = [
-            {**teacher, "model_path": _absolute_model(teacher["model_path"], base)} for teacher in found["teachers"]
+            {**teacher, "model_path": _absolute_model(teacher["model_path"], base)}
+            if isinstance(teacher.get("model_path"), str)
+            else teacher
+            for teacher in found["teachers"]
         ]
     deepspeed = found.get("deepspeed_config")
     if isinstance(deepspeed, str) and (base / deepspeed).is_file():

@@ -13,7 +13,7 @@ EXPERT_PARALLEL = "enable-expert-parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringModel:
-    """A frozen model whose log-probs of the trained tokens the loss needs."""
+    """A model whose log-probs of the trained tokens the loss needs."""
 
     path: str
     column: Literal["ref_logprobs", "teacher_logprobs"]
@@ -24,9 +24,13 @@ class ScoringModel:
     """Domains whose samples it scores. None: all."""
     hint: bool = False
     """Whether it reads the problem's hint behind the prompt."""
+    ema: float | None = None
+    """Its weights are a moving average of the policy's with this decay. None: they stay."""
 
     @property
     def name(self) -> str:
+        if self.ema is not None:
+            return f"the policy's average (teachers.ema={self.ema:g})"
         return "the reference" if self.column == "ref_logprobs" else f"teacher {self.path}"
 
     def scores(self, domain: str) -> bool:
@@ -44,11 +48,12 @@ def scoring_models(config: Config) -> tuple[ScoringModel, ...]:
     reference = ScoringModel(path=config.reference_model_path or config.model_path, column="ref_logprobs")
     teachers = [
         ScoringModel(
-            path=teacher.model_path,
+            path=teacher.model_path or config.model_path,
             column="teacher_logprobs",
             num_top=config.finetune.rl.teacher_top_k,
             domains=None if teacher.domains is None else tuple(teacher.domains),
             hint=teacher.hint,
+            ema=teacher.ema,
         )
         for teacher in config.teachers
     ]
@@ -72,6 +77,17 @@ def side_model(config: Config, kind: str, number: int) -> SideModel | None:
     """The model of server ``number`` of its kind. None: it serves the policy's."""
     models = side_models(config) if kind.startswith("preprocessor_llm") else ()
     return models[number % len(models)] if models else None
+
+
+def decay_of(config: Config, kind: str, number: int) -> float | None:
+    """`teachers.ema` of server ``number`` of its kind. None: it is no average of the policy."""
+    model = side_model(config, kind, number)
+    return model.ema if isinstance(model, ScoringModel) else None
+
+
+def takes_versions(config: Config, kind: str, number: int) -> bool:
+    """Whether the trainer sends its versions to server ``number`` of a kind."""
+    return kind == "actor_llm" or decay_of(config, kind, number) is not None
 
 
 def served_path(config: Config, model: SideModel | None) -> str:

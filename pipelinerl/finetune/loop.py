@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.servers import probe_tolerance, sends_adapter
+from pipelinerl.config.servers import probe_tolerance, sends_adapter, takes_versions
 from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
@@ -50,6 +50,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.world import Job
+from pipelinerl.world.placement import SERVER_KINDS
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class Trainer:
         self.ctx.status.progress()  # ready: the first data may take hours to sample
         try:
             self.saves.export_again(self.counters)
-            self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
+            placed = [job for kind in SERVER_KINDS for job in self.ctx.world.get(kind)]
+            num_servers = sum(takes_versions(self.cfg, job.kind, job.replica_idx) for job in placed)
+            self.updates.start(self.counters.step, num_servers, resumed=self.counters.step > 0)
             gc.collect()
             gc.freeze()  # a full collection of model, optimizer and their modules stops training and finds nothing
             while self.counters.step < self.cfg.finetune.max_train_steps:
@@ -258,7 +261,8 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
         return origin, None
 
     def servers() -> list[Job]:
-        return [server.job for server in view.servers("actor_llm").values()]
+        jobs = [server.job for kind in SERVER_KINDS for server in view.servers(kind).values()]
+        return [job for job in jobs if takes_versions(ctx.cfg, job.kind, job.replica_idx)]
 
     reports = None if ctx.membership is None else partial(server_reports, ctx.membership.watch)
     return origin, WeightSender(servers, settings, announce, origin, addresses[1:], reports)

@@ -9,7 +9,7 @@ from pipelinerl.membership.role import RoleContext, importing, run_role
 
 def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
-    from pipelinerl.inference.args import first_rollouts, score_temperature, vllm_arguments, vllm_environment
+    from pipelinerl.inference.args import averaging, first_rollouts, score_temperature, vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
     from pipelinerl.world.tls import server_files
 
@@ -39,6 +39,7 @@ def main(context: RoleContext) -> None:
         vllm=context.cfg.vllm_config,
         follows=follower_settings(weights, context.run_dir) if is_policy and weights.backend == "store" else None,
         score_temperature=score_temperature(context.cfg, job),
+        averaging=averaging(context.cfg, job, context.run_dir),
         first_rollouts=first_rollouts(context.cfg, job.num_ranks, gpu_bytes) if is_policy else None,
         span=job.span,
     )

@@ -248,23 +248,30 @@ def _scores(results: list[RequestOutput], num_top: int) -> Answer:
         for i, first in enumerate((np.zeros((1, num_top + 1), np.int32), np.zeros((1, num_top + 1), np.float32)))
     )
     own, logprobs = logprobs[:, 0].astype(np.float32), logprobs[:, 1:].astype(np.float32)
+    labels = [version_spans(_starts(result.outputs[0]), 1) for result in results]
+    versions = [int(spans[-1, 2]) for spans in labels if spans is not None]
+    version = min(versions) if len(versions) == len(results) else None
     if not num_top:
-        return Answer(prompt_scores=own)
-    return Answer(prompt_scores=own, top_ids=ids[:, 1:].astype(np.int32), top_scores=logprobs)
+        return Answer(prompt_scores=own, scored_by=version)
+    return Answer(prompt_scores=own, scored_by=version, top_ids=ids[:, 1:].astype(np.int32), top_scores=logprobs)
 
 
 def _completion(output: CompletionOutput, *, with_logprobs: bool) -> Completion:
     sampled: Sampled = output.logprobs
-    starts = sampled.starts or [(span.version, span.start) for span in output.weight_versions or ()]
     logprobs = np.concatenate([np.empty(0, np.float32), *sampled.logprobs]) if with_logprobs else None
     return Completion(
         token_ids=np.array(output.token_ids, dtype=np.int32),
         logprobs=logprobs,
-        version_spans=version_spans(starts, len(output.token_ids)),
+        version_spans=version_spans(_starts(output), len(output.token_ids)),
         finish_reason=output.finish_reason or "stop",
         cached_tokens=sampled.cached_tokens,
         routed_experts=None if output.routed_experts is None else _flat(output.routed_experts),
     )
+
+
+def _starts(output: CompletionOutput) -> list[tuple[str, int]]:
+    """The weight versions that sampled an output, each with the place of its first token."""
+    return output.logprobs.starts or [(span.version, span.start) for span in output.weight_versions or ()]
 
 
 def _num_sampled(result: RequestOutput) -> int:

@@ -8,13 +8,15 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config, JudgeSection, LoraSection
 from pipelinerl.config.servers import (
     FIRST_ROLLOUTS,
     SideModel,
+    decay_of,
     devices_per_node,
     devices_per_server,
     option_of,
@@ -35,6 +37,7 @@ ACCESS_MIDDLEWARE = "pipelinerl.inference.access.RouteAccess"
 SCHEDULER = "pipelinerl.inference.scheduler.AnswerScheduler"
 WEIGHT_EXTENSION = "pipelinerl.weights.load.worker.WeightUpdateExtension"
 SCORE_EXTENSION = "pipelinerl.inference.scoring.ScoreExtension"
+FOLLOWING_EXTENSION = "pipelinerl.inference.scoring.FollowingScoreExtension"
 
 RESERVED = {
     "host": "addresses come from the world map",
@@ -149,15 +152,17 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "disable-uvicorn-access-log": True,
         "disable-fastapi-docs": True,
     }
-    if job.kind == "actor_llm":
+    follows = decay_of(cfg, job.kind, _server_number(job)) is not None
+    if job.kind == "actor_llm" or follows:
         settings["weight-transfer-config"] = {"backend": ENGINE}
+    if job.kind == "actor_llm":
         settings["worker-extension-cls"] = WEIGHT_EXTENSION
         if sends_adapter(cfg):
             settings |= _adapter_settings(cfg.finetune.lora)
         if cfg.finetune.router_replay:
             settings["enable-return-routed-experts"] = True
     else:
-        settings["worker-extension-cls"] = SCORE_EXTENSION
+        settings["worker-extension-cls"] = FOLLOWING_EXTENSION if follows else SCORE_EXTENSION
         if isinstance(side, JudgeSection) and side.kind == "reward":
             settings |= {"runner": "pooling", "convert": "classify"}
         if cfg.finetune.rl.teacher_top_k:
@@ -189,6 +194,27 @@ def score_temperature(cfg: Config, job: Job) -> float | None:
     if job.kind == "actor_llm":
         return None
     return 1.0 if isinstance(_side_model(cfg, job), JudgeSection) else cfg.finetune.rl.temperature
+
+
+class Averaging(NamedTuple):
+    """What the workers of a teacher need to average the policy (`pipelinerl.weights.load.average.Average`)."""
+
+    decay: float
+    folder: str
+    every: int
+    kept: int
+
+
+def averaging(cfg: Config, job: Job, run_dir: Path) -> Averaging | None:
+    """How a server averages the versions that it takes. None: it serves what it has, or takes versions as they are.
+
+    Its files are as frequent and as many as the trainer's checkpoints, and one more: a checkpoint is done later.
+    """
+    decay, finetune = decay_of(cfg, job.kind, _server_number(job)), cfg.finetune
+    if decay is None:
+        return None
+    folder = run_dir.absolute() / job.name / "average"
+    return Averaging(decay, str(folder), finetune.save_checkpoint_steps, finetune.keep_checkpoints + 1)
 
 
 def _side_model(cfg: Config, job: Job) -> SideModel | None:

@@ -1,8 +1,10 @@
-"""Worker side of a reference server: its scores are taken at the temperature at which the policy samples."""
+"""Worker side of a server that scores: at the temperature at which the policy samples, with or without updates."""
 
 from typing import Any
 
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from pipelinerl.weights.load.worker import WeightUpdateExtension
 
 
 class ScoreExtension:
@@ -23,3 +25,7 @@ class ScoreExtension:
             raise RuntimeError("the reference model has no LogitsProcessor: set the sampling temperature to 1")
         for processor in processors:
             processor.scale /= temperature
+
+
+class FollowingScoreExtension(ScoreExtension, WeightUpdateExtension):
+    """Of a teacher that is an average of the policy."""

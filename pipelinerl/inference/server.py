@@ -32,6 +32,7 @@ from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
+from pipelinerl.inference.args import Averaging
 from pipelinerl.inference.images import ImagePrompts
 from pipelinerl.inference.weight_update import SwapFailedError, UpdateControl
 from pipelinerl.membership.entry import Membership
@@ -116,13 +117,14 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 class Service:
     """What the server does beyond serving vLLM.
 
-    ``score_temperature`` None = a policy server, which takes weights. Otherwise a frozen one, which scores at this
-    temperature.
+    ``score_temperature`` None = a policy server, which takes weights. Otherwise one that scores at this temperature,
+    whose weights are frozen, or an average of those that it takes (``averaging``).
     """
 
     vllm: VLLMSection
     """The servers' section of the configuration: an option of it is read where it acts."""
     score_temperature: float | None = None
+    averaging: Averaging | None = None
     first_rollouts: int | None = None
     """Rollouts at a time that the server takes at first. Its lease then says how many, by its load. None = fixed."""
     span: Span | None = None
@@ -201,7 +203,9 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     updates = None
     if service.score_temperature is not None:
         await client.collective_rpc("score_at_temperature", args=(service.score_temperature,))
-    else:
+    if service.averaging is not None:
+        await client.collective_rpc("average_weights", args=tuple(service.averaging))
+    if service.score_temperature is None or service.averaging is not None:
         if args.enable_lora:
             await client.collective_rpc("hold_adapter")
         workers = [Address(*address) for address in await client.collective_rpc("weight_address")]

@@ -181,6 +181,12 @@ class PreprocessorMetric(Metric):
     ZERO_WEIGHT = "zero_weight", "rollouts", "in the batch that have weight 0"
     PACKED_LAG_MEAN = "packed_lag_mean", "steps", "between the batch and the oldest token of a rollout, mean"
     PACKED_LAG_MAX = "packed_lag_max", "steps", "between the batch and its oldest token"
+    TEACHER_LAG_MEAN = (
+        "teacher_lag_mean",
+        "steps",
+        "between the batch and the version up to which its teacher, an average of the policy, had followed; mean over "
+        "tokens",
+    )
     MICRO_BATCHES = "micro_batches", "micro-batches", "of the batch over all ranks"
     EMPTY_MICRO_BATCHES = "sentinels", "micro-batches", "without data, which keep the ranks in step"
     FILLED = "filled", "share", "of the micro-batches' capacity that tokens fill"

@@ -102,6 +102,10 @@ def memory_plan(
                 )
                 note = _staging_note(cfg, world, shape, gpu_bytes, on_node)
                 plan = msgspec.structs.replace(plan, note=plan.note + note)
+            elif _averages(cfg) and not cfg.world.share_devices:
+                kept = average_bytes(cfg, shape, servers[0].num_ranks)
+                note = f"; an average of the policy takes {kept / GIB:.1f} GiB more per GPU, or of its host's memory"
+                plan = msgspec.structs.replace(plan, note=plan.note + note)
             plans.append(plan)
     return tuple(plans)
 
@@ -314,6 +318,8 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
         items += (MemoryItem(label="adapter", num_bytes=sent_parameters(cfg, shape) * _element(cfg)),)
     if cfg.world.share_devices and kind == "actor_llm":
         items += (MemoryItem(label="staged update", num_bytes=staged_bytes(cfg, shape, ranks)),)
+    if cfg.world.share_devices and kind == "preprocessor_llm" and _averages(cfg):
+        items += (MemoryItem(label="staged update and average", num_bytes=average_bytes(cfg, shape, ranks)),)
     return items
 
 
@@ -326,6 +332,18 @@ def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
     if sends_adapter(cfg):
         return sent_parameters(cfg, shape) * _element(cfg)
     return _server_weights(cfg, shape, ranks) * _element(cfg)
+
+
+def average_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Bytes that a device of a teacher that averages the policy keeps beside its weights.
+
+    8 per weight: a version and its average in float32, or both in 16 bits and the average in float32.
+    """
+    return 8 * _server_weights(cfg, shape, ranks)
+
+
+def _averages(cfg: Config) -> bool:
+    return any(teacher.ema is not None for teacher in cfg.teachers)
 
 
 def _staging_note(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, on_node: int) -> str:

@@ -21,7 +21,7 @@ from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
-from pipelinerl.records.batches import NOT_ROUTED
+from pipelinerl.records.batches import FROZEN, NOT_ROUTED
 
 AggregationKind = Literal["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"]
 
@@ -79,6 +79,8 @@ class Collation:
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
     with_teacher: bool = False
+    with_average: bool = False
+    """Whether a teacher is an average of the policy."""
     teacher_top_k: int = 0
     """Most likely tokens of the teacher in the place of each trained token."""
     sft_weight: float = 1.0
@@ -96,6 +98,7 @@ class _Segment:
     teacher_logprobs: np.ndarray | None
     teacher_top: tuple[np.ndarray, np.ndarray] | None
     """int32 and float32 [K, J]: the teacher's most likely tokens and their log-probabilities."""
+    teacher_versions: np.ndarray | None
     images: tuple[bytes, ...]
     token_weights: np.ndarray | None = None
 
@@ -156,6 +159,7 @@ def _imitated_segments(samples: Sequence[Sample], collation: Collation) -> list[
             ref_logprobs=np.zeros_like(weights_K),
             teacher_logprobs=np.zeros_like(weights_K),
             teacher_top=_no_top(len(weights_K), collation),
+            teacher_versions=None,
             images=(),
             token_weights=weights_K,
         )
@@ -185,6 +189,7 @@ def _rollout_segments(samples: Sequence[Sample], collation: Collation) -> list[_
             ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
             teacher_logprobs=sample.teacher_logprobs[i] if sample.teacher_logprobs is not None else None,
             teacher_top=_top(sample, i),
+            teacher_versions=sample.teacher_versions[i] if sample.teacher_versions is not None else None,
             images=sample.images,
         )
         for sample, weight in zip(samples, weights_N.tolist(), strict=True)
@@ -211,6 +216,15 @@ def _top_columns(segments: Sequence[_Segment], collation: Collation) -> dict[str
     assert all(top is not None for top in found), "a sample without its teacher's most likely tokens"
     ids, logprobs = zip(*(top for top in found if top is not None), strict=True)
     return {"teacher_top_ids": np.concatenate(ids), "teacher_top_logprobs": np.concatenate(logprobs)}
+
+
+def _teacher_versions(segments: Sequence[_Segment], starts_S: Sequence[int], total: int) -> np.ndarray:
+    """int32 [T]: `MicroBatch.teacher_versions`."""
+    versions_T = np.full(total, FROZEN, dtype=np.int32)
+    for segment, start in zip(segments, starts_S, strict=True):
+        if segment.teacher_versions is not None:
+            _scatter(segment, "teacher_versions", start, versions_T)
+    return versions_T
 
 
 def _micro_batch(
@@ -244,6 +258,7 @@ def _micro_batch(
         spans=spans_R3,
         **_record_columns(columns),
         **_top_columns(segments, collation),
+        teacher_versions=_teacher_versions(segments, starts_S, total) if collation.with_average else None,
         num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=tuple(segment.sequence_id for segment in segments),
@@ -338,6 +353,7 @@ def _empty_micro_batch(
         spans=np.zeros((0, 3), dtype=np.int32),
         **_record_columns({name: np.zeros(EMPTY_TOKENS, dtype=np.float32) for name in _columns(collation)}),
         **_top_columns((), collation),
+        teacher_versions=np.full(EMPTY_TOKENS, FROZEN, dtype=np.int32) if collation.with_average else None,
         num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=("sentinel",),

@@ -78,6 +78,7 @@ def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
         aggregation=cfg.finetune.rl.aggregation,
         with_reference=needs_reference(cfg),
         with_teacher=bool(cfg.teachers),
+        with_average=any(teacher.ema is not None for teacher in cfg.teachers),
         teacher_top_k=cfg.finetune.rl.teacher_top_k,
         sft_weight=cfg.sft.weight,
     )

@@ -130,6 +130,8 @@ def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[Metric
             PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
             PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
         }
+    if averages := [versions_K for sample in rollouts for versions_K in sample.teacher_versions or ()]:
+        of_rollouts[PreprocessorMetric.TEACHER_LAG_MEAN] = batch.step - float(np.concatenate(averages).mean())
     return of_rollouts | {
         PreprocessorMetric.SAMPLES: batch.size,
         PreprocessorMetric.SEQUENCES: sum(len(sample.sequences) for sample in batch.samples),

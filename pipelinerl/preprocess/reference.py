@@ -1,4 +1,4 @@
-"""Adds a frozen model's log-probs of exactly the trained tokens to samples: the reference's or a teacher's.
+"""Adds another model's log-probs of exactly the trained tokens to samples: the reference's or a teacher's.
 
 docs/algorithms.md §3 says what the loss does with them.
 
@@ -91,11 +91,19 @@ Result = Columns | RecordError
 
 
 def trained_scores(scores: Scores, sequence: TrainingSequence, model: ScoringModel) -> Columns:
-    """What a ``model`` says of the trained tokens of ``sequence``."""
+    """What a ``model`` says of the trained tokens of ``sequence``.
+
+    Raises:
+        TransportError: it follows the policy, but the scores are of its file: its server has just started.
+    """
     columns: Columns = {model.column: trained_values(scores.logprobs_T, sequence)}
     if scores.top_ids_TJ is not None and scores.top_logprobs_TJ is not None:
         columns["teacher_top_ids"] = trained_values(scores.top_ids_TJ, sequence)
         columns["teacher_top_logprobs"] = trained_values(scores.top_logprobs_TJ, sequence)
+    if model.ema is not None:
+        if scores.version is None:
+            raise TransportError(f"the server of {model.name} has not been sent any weights yet")
+        columns["teacher_versions"] = np.full(columns[model.column].shape, scores.version, dtype=np.int32)
     return columns
 
 

@@ -66,7 +66,7 @@ TOO_LONG = "too_long"
 ZERO_ADVANTAGE = "zero_advantage"
 LAG = "lag"
 
-SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs", "teacher_versions")
 """Fields of a sample that hold what other models say of its trained tokens."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -97,6 +97,8 @@ class Sample:
     """int32 [K, J] per entry of ``sequences``: the teacher's most likely tokens. None: `teacher_top_k` is 0."""
     teacher_top_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [K, J]: their log-probabilities."""
+    teacher_versions: tuple[np.ndarray, ...] | None = None
+    """int32 [K]: the policy's version up to which the teacher was its average. None: the teacher is frozen."""
     token_weights: tuple[np.ndarray, ...] | None = None
     """float32 [K] per entry of ``sequences``: the weights of a conversation's tokens. None: it is a rollout."""
     unweighted: frozenset[int] = frozenset()

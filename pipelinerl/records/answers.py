@@ -74,6 +74,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_scores: np.ndarray | None = None
     """float32 [P]: entry t is log p(token t | tokens 0 … t−1) of its prompt. The first entry of a prompt is 0.
     None = not requested."""
+    scored_by: int | None = None
+    """Weight version that scored, of several prompts the oldest. None = the weights come from no optimizer step, or no
+    scores were requested."""
     top_ids: np.ndarray | None = None
     """int32 [P, J]: entry t are the most likely tokens in the place of token t, best first. The first entry of a prompt
     is 0. None = not requested."""

@@ -10,6 +10,8 @@ from pipelinerl.records.order import DataOrder
 
 NOT_ROUTED = -1
 """In place of an expert: the server has not said which one it chose."""
+FROZEN = -1
+"""In place of a version: nothing scored the token, or a teacher whose weights stay."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     the spans. None: `finetune.rl.teacher_top_k` is 0."""
     teacher_top_logprobs: np.ndarray | None = None
     """float32 [K, J]: their log-probabilities."""
+    teacher_versions: np.ndarray | None = None
+    """int32 [T]: the policy's version up to which the teacher that scored the token was an average of it, or `FROZEN`.
+    None: no teacher is one."""
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None

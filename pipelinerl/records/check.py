@@ -69,6 +69,8 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
             _check_shape(getattr(batch, name), name, "b", (num_segments,), where)
     for name in ("segment_weights", "rewards"):
         _check_shape(getattr(batch, name), name, "f", (num_segments,), where)
+    if batch.teacher_versions is not None:
+        _check_shape(batch.teacher_versions, "teacher_versions", "i", (num_tokens,), where)
     _check_routing(batch.routed_experts, num_tokens, where)
     _check_top(batch, vocab_size, where)
     ends = np.cumsum(batch.segment_lengths)

@@ -287,7 +287,10 @@ class ModelServer:
         self._thread.start()
         wait_for(lambda: self._server.started, 60, lambda: "uvicorn did not start")
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.job = Job(name=name, kind="actor_llm", port=self.port, url=f"http://127.0.0.1:{self.port}")
+        kind, _, number = name.rpartition("_")
+        self.job = Job(
+            name=name, kind=kind, replica_idx=int(number), port=self.port, url=f"http://127.0.0.1:{self.port}"
+        )
 
     async def _serve(self) -> None:
         self.store.loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, TransportError
+from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.preprocess import reference
 from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
 from pipelinerl.preprocess.samples import Shaping, prepare_group
@@ -18,6 +19,8 @@ from pipelinerl.records import (
     MicroBatch,
     topics,
 )
+from pipelinerl.records.batches import FROZEN
+from pipelinerl.records.check import check_micro_batch
 from pipelinerl.weights.verify.scores import Scores
 from pipelinerl.world import Job
 from tests.memory_streams import MemoryBackend
@@ -222,3 +225,38 @@ def test_teacher_of_each_domain_scores_its_samples_beside_the_reference(
             places = [t for start, end, _ in sequence.spans.tolist() for t in range(start, end)]
             assert ids_K2.tolist() == [[2 * t, 2 * t + 1] for t in places]
             assert logprobs_K2.tolist() == [[-2.0 * t, -2.0 * t - 1] for t in places]
+
+
+def test_scores_of_an_average_are_recorded_with_its_version_and_those_of_its_file_never_count(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has just started scores with the model's file until it is sent a version."""
+    asked: list[int] = []
+
+    async def score(session: Any, url: str, sequences: list[np.ndarray], num_top: int = 0, **_: Any) -> list[Scores]:
+        asked.append(len(asked))
+        version = None if len(asked) <= 2 else 3
+        return [
+            Scores(np.full(len(ids), -9.0 if version is None else -1.0, np.float32), version=version)
+            for ids in sequences
+        ]
+
+    monkeypatch.setattr(reference, "score_sequences", score)
+    monkeypatch.setattr(reference, "FIRST_BACKOFF_S", 0.01)
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(2)])
+    taught = ("teachers=[{ema: 0.9}]", "finetune.rl.teacher_coef=1", "world.preprocessor_fraction=1")
+    ctx = make_context(run_dir, make_world(reference_servers=1), *taught)
+    with preprocessor(ctx) as role:
+        turn_until(role, consumed(role, 2))
+    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
+    assert any(not mb.sentinel for mb in batches)
+    for mb in batches:
+        check_micro_batch(mb, vocab_size=10**6)
+        expected = np.full(len(mb.token_ids), FROZEN, np.int32)
+        for start, end, _ in mb.spans.tolist():
+            expected[start:end] = 3
+            assert (mb.teacher_logprobs[start:end] == -1.0).all()
+        np.testing.assert_array_equal(mb.teacher_versions, expected)
+    lags = [point["teacher_lag_mean"] for point in read_metrics(run_dir, "preprocessor")]
+    assert lags == [step - 3 for step in range(len(lags))]
+    assert lags

@@ -99,6 +99,29 @@ def test_server_that_comes_late_is_fed_by_one_that_has_the_version(start_model_s
     assert first.receiver.source_server.num_bytes == given
 
 
+def test_teachers_server_is_sent_every_version_and_neither_probed_nor_announced(
+    start_model_server: Any, make_sender: Any
+) -> None:
+    """It is in the chain of the others. Nobody calibrates it, so it waits for no text of the probe."""
+    policy, teacher = start_model_server("actor_llm_0"), start_model_server("preprocessor_llm_0")
+    senders = make_sender(policy, teacher)
+    for version in (0, 1):
+        outcomes = senders.send(version, params(version))
+        assert {name: outcome.error for name, outcome in outcomes.items()} == {
+            "actor_llm_0": "",
+            "preprocessor_llm_0": "",
+        }
+        assert holds(policy, version)
+        assert holds(teacher, version)
+        wait_for(lambda version=version: senders.announced and senders.announced[-1].version == version)
+        assert senders.announced[-1].servers == ("actor_llm_0",)
+        assert senders.announced[-1].older == {}
+    alone = make_sender(teacher, probe_tolerance=1e-3)
+    alone.send(2, params(2))
+    assert holds(teacher, 2)
+    assert alone.announced == []
+
+
 def test_server_that_the_provider_names_no_more_is_not_announced(start_model_server: Any, make_sender: Any) -> None:
     servers = [start_model_server("actor_llm_0"), start_model_server("actor_llm_1")]
     senders = make_sender(*servers)

@@ -102,7 +102,16 @@ class JudgeSection(Section):
 class TeacherSection(Section):
     """A model whose log-probs of the sampled tokens are given to the loss. It has servers of its own."""
 
-    model_path: str = key(REQUIRED, "Hugging Face name or local folder. Its tokenizer must be the policy's")
+    model_path: str | None = entry_key(
+        None, "Hugging Face name or local folder. Its tokenizer must be the policy's. Null = the policy's own"
+    )
+    ema: float | None = entry_key(
+        None,
+        "share of its weights that it keeps in every optimizer step, the rest is the policy's: an exponential moving "
+        "average of the policy, from the run's start on. Null = its weights stay",
+        ge=0,
+        lt=1,
+    )
     domains: list[str] | None = entry_key(None, "names of the domains that it teaches. Null = all")
     hint: bool = entry_key(
         False,

@@ -7,9 +7,10 @@ swap. Nothing touches the model before `finish_weight_update`, so a sender may d
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.load.adapter import AdapterSlots, hold_adapter
+from pipelinerl.weights.load.average import Average
 from pipelinerl.weights.load.learning import CPU, META, learn, learned, refuse_large
 from pipelinerl.weights.load.live_check import LiveCheck, differing
 from pipelinerl.weights.load.swap import Census, Swap, bare_model, captures_graphs, comparable, reload_in_place
@@ -76,12 +78,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self._census = Census(self._target)
         self._copies: tuple[Layout, Shard | None, tuple[StagedCopy, ...]] | None = None
         parallel = vllm_config.parallel_config
+        self._average: Average | None = None
         self._plan: tuple[Layout, LoadPlan] | None = None
         self._shard: tuple[Layout, tuple[int, ...], Shard | None] | None = None
         """What is staged of a layout whose stripes begin at these bytes. None = all."""
         self.check = LiveCheck()
+        self._index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.receiver = Receiver(
-            index=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            index=self._index,
             host=os.environ.get("VLLM_HOST_IP") or LOOPBACK,
             secret=os.environ.get(SECRET_VARIABLE, ""),
             device=device,
@@ -110,13 +114,31 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         if self._swap is not None:
             self._swap.swap()
         else:
-            reload_in_place(self.model, self.model_config, layout.views(buffer))
+            reload_in_place(self.model, self.model_config, layout.views(self._loaded(buffer)))
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the next transfer may then write into the buffer
         self._census.check(before, captures_graphs=captures_graphs(self.vllm_config))
+        if self._average is not None and (wrong := {*self._differing(layout, buffer)}):
+            raise WeightUpdateError(f"{min(wrong)} and {len(wrong) - 1} more are not the average")
 
     def shutdown(self) -> None:
         self.receiver.close()
+
+    def average(self, decay: float, folder: str, every: int, kept: int) -> None:
+        """Serves an average of the versions from now on. The arguments are those of `Average`."""
+        self._average = Average(
+            decay=decay,
+            folder=Path(folder),
+            every=every,
+            kept=kept,
+            worker=self._index,
+            workers=self.vllm_config.parallel_config.world_size,
+            allocate=self._allocate,
+        )
+
+    def _loaded(self, staged: torch.Tensor) -> torch.Tensor:
+        """Returns the bytes that the swap puts into the model, in the form of the staged ones."""
+        return staged if self._average is None else self._average.buffer
 
     def _find_swap(self) -> str:
         """Makes the swap. Returns why that is not possible, else ""."""
@@ -138,6 +160,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
         plan = self._plan_of(layout)
+        if self._average is not None:
+            key = self.receiver.staging.key
+            assert key is not None, "bytes are staged before they are prepared"
+            buffer = self._average.take(key, layout, self._shard_in(layout, buffer), buffer)
         if self._swap is not None:
             shard = self._shard_in(layout, buffer)
             wholes = staged_wholes(layout, plan, shard, buffer)
@@ -183,6 +209,21 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
                 log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
                 return LoadPlan((), tuple(name for name, _ in self.model.named_parameters()))
 
+    def _comparable_copies(self, layout: Layout, staged: torch.Tensor) -> list[StagedCopy]:
+        live = self._comparable()
+        return [one for one in self._copies_of(layout, self._shard_in(layout, staged)) if one.target in live]
+
+    def _comparable(self) -> dict[str, torch.Tensor]:
+        return comparable(self.model) if self._slots is None else dict(self._slots.named_buffers())
+
+    def _differing(self, layout: Layout, staged: torch.Tensor) -> Iterator[str]:
+        """Yields names of live parameters that are not what the swap should have made of the staged bytes."""
+        yield from differing(self._comparable_copies(layout, staged), self._comparable(), self._loaded(staged))
+        if self._swap is not None:
+            yield from self._swap.unused()
+        if self._slots is not None:
+            yield from self._slots.unused()
+
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
         """Compares the live model with the staged bytes. It only reads and may run during decoding."""
@@ -190,16 +231,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if staged is None or self._plan is None:
                 return WeightCheck(is_checked=False)
             layout, buffer = staged
-            live = comparable(self.model) if self._slots is None else dict(self._slots.named_buffers())
             shard = self._shard_in(layout, buffer)
-            copies = [one for one in self._copies_of(layout, shard) if one.target in live]
-            wrong = {*differing(copies, live, buffer)}
-            known = {one.target for one in copies}
+            wrong = {*self._differing(layout, buffer)}
+            known = {one.target for one in self._comparable_copies(layout, buffer)}
             if self._swap is not None:
-                wrong |= {*self._swap.unused()}
                 known |= self._swap.packed
-            if self._slots is not None:
-                wrong |= {*self._slots.unused()}
             unlearned = {name for name, _ in self._target.named_parameters()} - known
             whole = checksum(buffer) if shard is None else ""
         is_sent = self.receiver.is_sent(version, shard) if shard is not None else True
@@ -241,6 +277,10 @@ class WeightUpdateExtension:
     def hold_adapter(self) -> None:
         """Makes room for the adapter of every request. Called after vLLM's warm-up, which removes adapters."""
         hold_adapter(self.model_runner.lora_manager)
+
+    def average_weights(self, decay: float, folder: str, every: int, kept: int) -> None:
+        """Makes the server a teacher that serves an average of the versions it takes."""
+        self.weight_transfer_engine.average(decay, folder, every, kept)
 
     def weight_address(self) -> tuple[str, int]:
         """Returns the address at which this worker sends and receives weights."""

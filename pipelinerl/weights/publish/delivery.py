@@ -147,7 +147,7 @@ class Pushing:
                 self._judge(reports, pending, pool, self._usual.seconds(num_bytes))
             size = answer.staged_bytes if request.base_version is None else num_bytes
             self._measure_uplink(client, size, pending.reports.get(request.base_version, []))
-        if answer is not None and self._checker is not None:
+        if answer is not None and self._checker is not None and client.is_policy:
             self._checker.start_check(client.name, request.version)
         self._wake()
 

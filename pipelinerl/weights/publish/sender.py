@@ -45,7 +45,7 @@ class WeightSender:
     """Sends weights to the servers. Only the trainer's rank 0 uses it.
 
     Args:
-        servers: returns the policy's current servers. Called often.
+        servers: returns the current servers of the policy, and of teachers that follow it. Called often.
         settings: settings of weight updates.
         announce: writes a message to topic `trainer`. Called from one thread.
         origin: rank 0's own end. None = this process is the only rank.
@@ -262,7 +262,7 @@ class WeightSender:
         All are read in one turn of the loop: a server that leaves service for its miss is never told before the miss.
         """
         misses, self._misses = self._misses, []
-        clients = [copy.copy(client) for client in self._pool]
+        clients = [copy.copy(client) for client in self._pool if client.is_policy]
         verified = {} if self._checker is None else self._checker.verified
         await asyncio.to_thread(self._write_announcement, misses, clients, verified)
 

@@ -68,6 +68,14 @@ class ServerClient:
     def name(self) -> str:
         return self.job.name
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether it samples with the version that it serves, so that it is checked and announced.
+
+        Other servers make something else of a version (a teacher's average), which no one compares with the trainer.
+        """
+        return self.job.kind == "actor_llm"
+
     def record_outcome(self, outcome: "UpdateOutcome") -> None:
         """Records the end of an update: the server now serves the version or is out of service.
 

@@ -88,7 +88,7 @@ class ServerPool:
         for name, client in tuple(self._clients.items()):
             if name not in jobs or jobs[name].url != client.job.url:
                 del self._clients[name]
-                if self._checker is not None:
+                if self._checker is not None and client.is_policy:
                     self._checker.remove_server(name)
                 await client.close()
         for name, job in jobs.items():
@@ -97,7 +97,7 @@ class ServerPool:
                 headers = {"Authorization": f"Bearer {self._secret}"}
                 http = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits, verify=client_context())
                 self._clients[name] = client = ServerClient(job, http)
-                if self._checker is not None:
+                if self._checker is not None and client.is_policy:
                     self._checker.add_server(job)
                 client.watch = asyncio.create_task(self._watch(client))
 
@@ -148,4 +148,4 @@ class ServerPool:
             self._checker.start_check(client.name, client.serves)
 
     def _admits(self, client: ServerClient, label: str) -> bool:
-        return self._checker is None or self._checker.admits(client.name, label)
+        return self._checker is None or not client.is_policy or self._checker.admits(client.name, label)

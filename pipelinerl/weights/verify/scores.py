@@ -135,6 +135,8 @@ class Scores(NamedTuple):
     """int32: the J most likely tokens, best first. None: not asked for."""
     top_logprobs_TJ: np.ndarray | None = None
     """float32: their log-probabilities."""
+    version: int | None = None
+    """As `Answer.scored_by`."""
 
 
 async def score_sequences(
@@ -183,7 +185,7 @@ async def score_sequences(
     if num_top:
         shape = (len(token_ids), num_top)
         columns += [_split(answer.top_ids, np.int32, shape, ends), _split(answer.top_scores, np.float32, shape, ends)]
-    return [Scores(*values) for values in zip(*columns, strict=True)]
+    return [Scores(*values)._replace(version=answer.scored_by) for values in zip(*columns, strict=True)]
 
 
 def _split(

@@ -52,6 +52,11 @@ REFUSED = {
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
+    "averages_follow_the_policy": {
+        "teachers": [{"ema": 0.99, "model_path": "other"}],
+        "finetune__rl__teacher_coef": 1.0,
+        "world__preprocessor_fraction": 1,
+    },
     "reference_model_is_used": {"reference_model_path": "other"},
     "sft_has_conversations": {"stage": "sft"},
     "group_has_baseline": {"attempts": 1},
@@ -223,7 +228,14 @@ BY_DOMAIN = [{"model_path": "m", "domains": ["maths"]}, {"model_path": "c", "dom
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"attempts": 1}, {"domains": DOMAINS}, {"domains": DOMAINS, "teachers": BY_DOMAIN}]
+    "changes",
+    [
+        {},
+        {"attempts": 1},
+        {"domains": DOMAINS},
+        {"domains": DOMAINS, "teachers": BY_DOMAIN},
+        {"teachers": [{"ema": 0.9, "hint": True}]},
+    ],
 )
 def test_teachers_that_cover_every_domain_are_accepted(base: Config, changes: dict[str, object]) -> None:
     rules.check_rules(changed(base, **(TAUGHT | changes)))
@@ -243,6 +255,13 @@ def test_teachers_that_cover_every_domain_are_accepted(base: Config, changes: di
         ({"domains": DOMAINS, "teachers": [TEACHER, *BY_DOMAIN]}, ("maths", 2, "teachers")),
         ({"domains": DOMAINS, "teachers": [TEACHER | {"domains": ["maths", "code", "law"]}]}, ("law", "teachers")),
         ({"preprocess__filter_zero_advantage_groups": True}, ("preprocess.filter_zero_advantage_groups", "teacher")),
+        ({"teachers": [TEACHER | {"ema": 0.9}]}, ("teachers.ema", "teachers.model_path")),
+        (
+            {"teachers": [{"ema": 0.9}], "finetune__lora__enabled": True},
+            ("teachers.ema", "finetune.lora.send=merged"),
+        ),
+        ({"teachers": [{"ema": 0.9}], "weights__backend": "store"}, ("teachers.ema", "weights.backend", "store")),
+        ({"teachers": [{"ema": 0.9}], "debug__mode": "preprocessor"}, ("teachers.ema", "debug.mode", "preprocessor")),
     ],
 )
 def test_teachers_that_cannot_teach_are_refused(

@@ -1,6 +1,7 @@
 """From configuration to vLLM's command line: defaults, the user's word, and what is refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.args import vllm_arguments, vllm_environment
+from pipelinerl.inference.args import averaging, vllm_arguments, vllm_environment
 from pipelinerl.world import Job, Span, WorldMap
 from tests.says import says
 
@@ -258,6 +259,21 @@ def test_servers_of_the_reference_and_of_teachers_take_turns() -> None:
     part = Job(name="preprocessor_llm_part_3", kind="preprocessor_llm", replica_idx=3, span=span(1), port=1)
     assert span(1).nodes == 2, "a server has one part beside its first node"
     assert settings(vllm_arguments(config(teachers), world(nodes=2), part))["--model"] == "/models/b"
+
+
+def test_server_of_a_teacher_that_averages_the_policy_takes_weights_and_scores() -> None:
+    cfg = config("teachers=[{ema: 0.9}]", "finetune.rl.kl_coef=0.1", "finetune.save_checkpoint_steps=7")
+    other = msgspec.structs.replace(REFERENCE, name="preprocessor_llm_1", replica_idx=1)
+    frozen, found = (settings(vllm_arguments(cfg, world(), job)) for job in (REFERENCE, other))
+    assert "--weight-transfer-config" not in frozen
+    assert (
+        found["--weight-transfer-config"] == settings(vllm_arguments(cfg, world(), POLICY))["--weight-transfer-config"]
+    )
+    assert found["--worker-extension-cls"] == "pipelinerl.inference.scoring.FollowingScoreExtension"
+    assert (found["--model"], found["--served-model-name"]) == ("/models/m", "reference")
+    assert averaging(cfg, REFERENCE, Path("/run")) is averaging(cfg, POLICY, Path("/run")) is None
+    kept = cfg.finetune.keep_checkpoints + 1
+    assert averaging(cfg, other, Path("/run")) == (0.9, "/run/preprocessor_llm_1/average", 7, kept)
 
 
 def test_policy_of_a_lora_run_has_room_for_the_adapter_alone() -> None:
