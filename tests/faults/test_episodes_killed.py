@@ -182,7 +182,7 @@ async def test_rollouts_outlive_actor_launcher_and_server_at_random_moments(make
         while strikes.total() < MOMENTS:
             is_early = rng.random() < 1 / 8
             if not is_early:
-                version = await asked_more(run, lambda: server.num_sampled, rng.randrange(1, 6 * TURNS), version)
+                version = await asked_more(run, lambda: server.num_sampled, rng.randrange(1, 2 * TURNS), version)
             await asyncio.sleep(rng.uniform(0.0, 1.0 if is_early else 0.05))
             job = rng.choice(("actor", "launcher", "server"))
             strikes[job] += 1
