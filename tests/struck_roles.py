@@ -36,6 +36,7 @@ from pipelinerl.testing import FakeServer, byte_tokenizer
 from pipelinerl.world.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
+TOKENIZER = byte_tokenizer()
 VERSION, SAMPLED = "version", "sampled"
 """Files of a run folder: the weight version that its server samples from, and a byte for each of its completions."""
 
@@ -176,13 +177,13 @@ def be_server(run_dir: Path, port: int) -> None:
 
 
 async def serve(run_dir: Path, port: int) -> None:
-    tokenizer, rng = byte_tokenizer(), random.SystemRandom()
+    rng = random.SystemRandom()
     sampled = os.open(run_dir / SAMPLED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def answer(prompt_ids: list[int], params: dict[str, Any], index: int) -> list[int]:
         os.write(sampled, b".")
         server.version = int((run_dir / VERSION).read_text())
-        return [*tokenizer.encode("".join(rng.choices(ascii_lowercase, k=6))), tokenizer.eos_token_id]
+        return [*TOKENIZER.encode("".join(rng.choices(ascii_lowercase, k=6))), TOKENIZER.eos_token_id]
 
     server = FakeServer(answer, delay_s=0.02)
     await server.start(port=port)

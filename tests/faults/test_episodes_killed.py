@@ -173,7 +173,8 @@ async def test_rollouts_outlive_actor_launcher_and_server_at_random_moments(make
     """One strike of eight comes while the job starts, the others in the midst of answers or of writing them down."""
     rng, strikes = random.Random(1), Counter[str]()
     server = StruckServer(tmp_path, free_port())
-    run: Run = await make_run(*AGENT, "finetune.max_train_steps=100000", fakes=[server])
+    overrides = ("finetune.max_train_steps=100000", "actor.max_request_retries=1000")  # no trainer withdraws a server
+    run: Run = await make_run(*AGENT, *overrides, fakes=[server])
     run.open()
     run.update(0)
     actor, version = StruckActor(run), 0
