@@ -37,7 +37,7 @@ class SlowResults:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The worst outcome of a test's set-up, call and teardown counts, and the seconds of its call."""
-        if "slow" not in report.keywords:
+        if "slow" not in report.keywords or (report.when == "setup" and report.passed):  # its call may be interrupted
             return
         entry = self._found.setdefault(report.nodeid, {"outcome": report.outcome, "seconds": 0.0})
         if report.when == "call":

@@ -32,6 +32,7 @@ def test_worst_outcome_of_each_slow_test_is_added_to_the_results_of_before(tmp_p
         results.pytest_runtest_logreport(report("leaks", when, "failed" if when == "teardown" else "passed"))
         results.pytest_runtest_logreport(report("fast", when, "passed", ()))
     results.pytest_runtest_logreport(report("skips", "setup", "skipped"))
+    results.pytest_runtest_logreport(report("interrupted", "setup", "passed"))
     results.pytest_sessionfinish()
     found = json.loads(file.read_text())
     assert {name.split("::")[1]: (of["outcome"], of["seconds"], of["commit"]) for name, of in found.items()} == {
