@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,8 @@ UNCOMPARED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "AITER_")
 ROOT = Path(__file__).parents[1]
 OWN = ("pipelinerl", "tests", "benchmarks")
 """Packages whose module variables are compared."""
+_containers = defaultdict[str, tuple[int, list[str]]](lambda: (0, []))
+"""Number of variables of a module, and the names of those that hold a container: found once, as most never change."""
 SIGNALS = [number for number in signal.Signals if number != signal.SIGALRM]  # pytest-timeout's, another for every test
 UNCOMPARED_SIGNALS = 0b11 << 31 | 1 << signal.SIGALRM - 1  # 32 and 33 are the C library's own
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -40,7 +43,10 @@ State = dict[str, dict[Any, Any]]
 
 
 def process_state() -> State:
-    """Takes a millisecond. Values are references. Of a container in a module variable the length is kept, too."""
+    """Values are references. Of a container in a module variable the length is kept, too.
+
+    It is taken twice for each of thousands of tests, so that a millisecond more makes all of them ten seconds longer.
+    """
     state: State = {
         "environment variable": {k: v for k, v in os.environ.items() if not k.startswith(UNCOMPARED_VARIABLES)},
         "process's": _process(),
@@ -58,10 +64,28 @@ def process_state() -> State:
         if name.startswith(OWN) and isinstance(module, ModuleType):
             found = vars(module)
             state[f"variable of {name}:"] = found.copy()
-            state[f"size of {name}'s"] = {k: len(v) for k, v in found.items() if type(v) in (dict, list, set)}
+            state[f"size of {name}'s"] = _sizes(name, found)
     if "torch" in sys.modules:
         state["torch's"] = _torch()
     return state
+
+
+def _sizes(name: str, found: dict[str, Any]) -> dict[str, int]:
+    """Lengths of the containers among a module's variables."""
+    count, names = _containers[name]
+    if count != len(found):
+        names = [key for key, value in found.items() if type(value) in (dict, list, set)]
+        _containers[name] = len(found), names
+    return {key: len(found[key]) for key in names if isinstance(found.get(key), (dict, list, set))}
+
+
+def chosen() -> State:
+    """What `restore_choices` puts back, without the rest of a state."""
+    return {
+        f"variable of {name}:": {variable: getattr(sys.modules[name], variable)}
+        for name, variable in CHOSEN
+        if name in sys.modules
+    }
 
 
 def restore_choices(before: State) -> None:
