@@ -151,10 +151,10 @@ def start(indices: Sequence[int], *, rate: float = 0.0, port: int = 0) -> list[R
 
 
 @contextmanager
-def forkserver() -> Iterator[None]:
-    """The process from which receivers are forked."""
+def forkserver(module: str = __name__) -> Iterator[None]:
+    """The process from which receivers are forked, or those whose code is in another ``module``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.receivers"])
+    context.set_forkserver_preload([module])
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]  # it has no public end
     server.ensure_running()
     try:

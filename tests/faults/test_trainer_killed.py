@@ -2,28 +2,33 @@
 
 import contextlib
 import json
-import os
 import random
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.receivers import forkserver
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.models import save_qwen2
-from tests.ports import free_port
+from tests.rank_processes import start_ranks
+from tests.ranks import trainer_role
 from tests.states import read_state
 from tests.trainer_kit import trainer_overrides
 
-SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_role.py"
-ROOT = Path(__file__).parents[2]
 STEPS, VOCAB = 40, 64
 DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def role_imported_once() -> Iterator[None]:
+    with forkserver(trainer_role.__name__):
+        yield
 
 
 def make_run(folder: Path, model: Path, ranks: int) -> Path:
@@ -47,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen2(tmp_path_factory.mktemp("model"), VOCAB, layers=1)
 
 
-def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+def start(run_dir: Path, ranks: int) -> list[BaseProcess]:
     overrides = trainer_overrides(
         run_dir,
         f"finetune.max_train_steps={STEPS}",
@@ -57,24 +62,18 @@ def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
         "finetune.rl.advantage=value",
         "finetune.rl.value_loss_coef=0.5",
     )
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, str(SCRIPT), str(run_dir), *overrides]
-    with (run_dir / "log.txt").open("ab") as log:
-        return [
-            subprocess.Popen(
-                argv,
-                stdout=log,
-                stderr=log,
-                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(ranks)
-        ]
+    job = {"run_dir": str(run_dir), "overrides": overrides}
+    return start_ranks(trainer_role.main, job, run_dir / "trainer", ranks)
 
 
-def wait(processes: list[subprocess.Popen[bytes]], run_dir: Path) -> None:
-    codes = [process.wait(DEADLINE_S) for process in processes]
-    assert codes == [0] * len(processes), (run_dir / "log.txt").read_text()[-3000:]
+def logs(run_dir: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in run_dir.glob("trainer.rank*.log"))
+
+
+def wait(processes: list[BaseProcess], run_dir: Path) -> None:
+    for process in processes:
+        process.join(DEADLINE_S)
+    assert [process.exitcode for process in processes] == [0] * len(processes), logs(run_dir)
 
 
 def steps_logged(run_dir: Path) -> list[int]:
@@ -88,17 +87,17 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics" / "finetune.jsonl").read_text().splitlines()]
 
 
-def kill_at(processes: list[subprocess.Popen[bytes]], run_dir: Path, step: int, pause_s: float) -> None:
+def kill_at(processes: list[BaseProcess], run_dir: Path, step: int, pause_s: float) -> None:
     """SIGKILL a moment after these processes have made ``step``, the last rank first."""
     deadline = time.monotonic() + DEADLINE_S
     while max(steps_logged(run_dir), default=0) < step:
-        assert all(process.poll() is None for process in processes), (run_dir / "log.txt").read_text()[-3000:]
-        assert time.monotonic() < deadline, (run_dir / "log.txt").read_text()[-3000:]
+        assert all(process.is_alive() for process in processes), logs(run_dir)
+        assert time.monotonic() < deadline, logs(run_dir)
         time.sleep(0.002)
     time.sleep(pause_s)
     for process in reversed(processes):
         process.kill()
-        process.wait()
+        process.join()
 
 
 def final_state(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -4,19 +4,26 @@ Servers get every byte once: `test_weight_stripes.py`.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.engine_runs import run_ranks
+from tests.engine_runs import run_ranks, trainer_imported
 from tests.models import make_mixture, save_with_words
 
 STEPS, HALF = 8, 4
 SGD = ["finetune.optimizer.name=torch.optim.SGD", "finetune.learning_rate=1.0", "finetune.lr_scheduler_type=constant"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> Iterator[None]:
+    with trainer_imported():
+        yield
 
 
 @pytest.fixture(scope="module")

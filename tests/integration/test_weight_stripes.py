@@ -1,9 +1,6 @@
 """All ranks of a trainer send: each its stripe, and the servers get the whole model bit by bit."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +9,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.receivers import forkserver
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
 from pipelinerl.weights.transfer.checksum import added, checksum
 from tests.models import make_mixture, save_qwen2, save_with_words
-from tests.ports import free_port
+from tests.rank_processes import call_on_ranks
+from tests.ranks import stripes_rank
 from tests.sender_kit import take_on_all_ranks, wait_for
 from tests.zero3 import shard_everything
 
-ROOT = Path(__file__).parents[2]
 SECRET = "unit-test-secret"
 RANKS = 4
 NUM_BYTES = RANKS * STRIPE_UNIT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank_imported_once() -> Iterator[None]:
+    with forkserver(stripes_rank.__name__):
+        yield
 
 
 class Trainer:
@@ -179,7 +183,7 @@ def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
         "urls": [(server.job.name, server.job.url) for server in servers],
         "out": str(out),
     }
-    run_ranks(job, tmp_path)
+    call_on_ranks(stripes_rank.main, job, out, 2)
     check_served(servers, out)
     given = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
     layout = Layout(tuple(spec_of(*item) for item in servers[0].live.items()))
@@ -199,7 +203,7 @@ def test_ranks_that_divide_experts_send_every_byte_of_them_once(start_model_serv
         "urls": [(server.job.name, server.job.url) for server in servers],
         "out": str(out),
     }
-    run_ranks(job, tmp_path, ranks=4)
+    call_on_ranks(stripes_rank.main, job, out, 4)
     check_served(servers, out)
     of_experts = [name for name in servers[0].live if ".experts." in name]
     assert len(of_experts) == 2 * 8 * 3
@@ -207,7 +211,9 @@ def test_ranks_that_divide_experts_send_every_byte_of_them_once(start_model_serv
     assert sum(given) == 2 * Layout(tuple(spec_of(*item) for item in servers[0].live.items())).num_bytes
 
 
-@pytest.mark.parametrize(("dtype", "delta"), [("bfloat16", "true"), ("float32", "false")])
+@pytest.mark.parametrize(
+    ("dtype", "delta"), [("bfloat16", "true"), pytest.param("float32", "false", marks=pytest.mark.slow)]
+)
 def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     start_model_server: Any, tmp_path: Path, dtype: str, delta: str
 ) -> None:
@@ -223,7 +229,7 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
         "urls": [(server.job.name, server.job.url) for server in servers],
         "out": str(out),
     }
-    run_ranks(job, tmp_path)
+    call_on_ranks(stripes_rank.main, job, out, 2)
     check_served(servers, out)
     assert [server.store.follower.failures for server in servers] == [0, 0]
     assert sum(json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)) == 0
@@ -231,26 +237,3 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     assert len(sizes) == 2
     assert sum(sizes) == Layout(tuple(spec_of(*item) for item in servers[0].live.items())).num_bytes
     assert max(sizes) - min(sizes) <= 2 * STRIPE_UNIT
-
-
-def run_ranks(job: dict[str, Any], folder: Path, ranks: int = 2) -> None:
-    port, processes = free_port(), []
-    for rank in range(ranks):
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
-        with (folder / f"rank{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(ROOT / "tests" / "ranks" / "stripes_rank.py"), json.dumps(job)],
-                    env=os.environ | {name: str(value) for name, value in env.items()} | {"PIPELINERL_SECRET": SECRET},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        codes = [process.wait(600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * ranks, "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(ranks))

@@ -1,9 +1,6 @@
 """Attention that ranks share equals attention over the whole, outputs and gradients. Their slices and work, by hand."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.receivers import forkserver
 from pipelinerl.finetune import attention, sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import DocumentSlice, rows_of_ranks, slices_of
-from tests.ports import free_port
+from tests.rank_processes import call_on_ranks
+from tests.ranks import sequence_rank
 
-SCRIPT = Path(__file__).parents[1] / "ranks" / "sequence_rank.py"
 RANKS = 4
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -77,29 +75,12 @@ def test_long_documents_are_the_same_work_for_every_rank(lengths: tuple[int, ...
     assert max(work) * ranks <= 1.05 * sum(work)
 
 
-def test_attention_over_two_and_four_ranks_equals_attention_over_the_whole():
-    port = free_port()
-    processes = []
+def test_attention_over_two_and_four_ranks_equals_attention_over_the_whole(tmp_path: Path):
+    out = tmp_path / "errors"
+    with forkserver(sequence_rank.__name__):
+        call_on_ranks(sequence_rank.main, {"out": str(out)}, out, RANKS)
     for rank in range(RANKS):
-        env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
-                env=os.environ | env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outcomes = [process.communicate(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * RANKS, outcomes[0][1][-3000:]
-    for said, _ in outcomes:
-        errors = json.loads(said.splitlines()[-1])
+        errors = json.loads(out.with_suffix(f".{rank}").read_text())
         assert len(errors) == 2 * 5 * 3 * 2
         for layout, error in errors.items():
             assert error <= (1e-12 if "float64" in layout else 1e-5), layout

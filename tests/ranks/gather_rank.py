@@ -1,21 +1,17 @@
-"""One rank that gathers the parameters of a sharded engine, run as a process. Fails where one is not the whole tensor.
+"""One rank that gathers the parameters of a sharded engine. It fails where one is not the whole tensor."""
 
-RANK=0 WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python gather_rank.py MODEL
-"""
-
-import sys
+from typing import Any
 
 import torch
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.build import make_engine
 from pipelinerl.finetune.engines import read_ranks
-from pipelinerl.membership.role import leave
 
 
-def main(model: str) -> None:
+def main(job: dict[str, Any]) -> None:
     _, world_size, device = read_ranks("cpu")
-    given = ["output_dir=unused", f"model_path={model}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    given = ["output_dir=unused", f"model_path={job['model']}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     engine = make_engine(parse(compose("base", [*given, "finetune.engine=fsdp2"])), device, world_size)
     rows = {len(parameter) for parameter in engine.policy.parameters()}
     assert any(count % world_size for count in rows)
@@ -26,8 +22,3 @@ def main(model: str) -> None:
         for name, parameter in engine.policy.named_parameters():
             assert torch.equal(full[name], parameter.detach().full_tensor().to(dtype or parameter.dtype)), name  # type: ignore[attr-defined]
     engine.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    leave(0)

@@ -1,11 +1,10 @@
-"""One rank of shared attention, run as a process: its rows of outputs and gradients against attention over the whole.
+"""One rank of shared attention: its rows of outputs and gradients against attention over the whole.
 
-    RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python sequence_rank.py
-
-Prints the largest error of each layout, kind of attention, group size and dtype as one line of JSON.
+Writes the largest error of each layout, kind of attention, group size and dtype to `out` with the suffix `.<rank>`.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from pipelinerl.finetune import attention, sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import rows_of_ranks
-from pipelinerl.membership.role import leave
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, VALUE_SIZE = 6, 2, 8, 6
@@ -69,7 +67,7 @@ def groups() -> list[SequenceGroup]:
     return [SequenceGroup(dist.group.WORLD, rank, 4), SequenceGroup(pairs[rank // 2], rank % 2, 2)]
 
 
-def main() -> None:
+def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     attention.QUERY_BLOCK, sequence.LONG_DOCUMENT = 4, 8
     dist.init_process_group("gloo")
@@ -79,10 +77,5 @@ def main() -> None:
             for kind in KINDS:
                 for dtype in (torch.float64, torch.float32):
                     errors[f"{name}, {kind}, {group.size} ranks, {dtype}"] = error(lengths, group, kind, dtype)
+    Path(job["out"]).with_suffix(f".{dist.get_rank()}").write_text(json.dumps(errors))
     dist.destroy_process_group()
-    print(json.dumps(errors))
-
-
-if __name__ == "__main__":
-    main()
-    leave(0)

@@ -1,14 +1,10 @@
-"""One rank of a trainer that sends weights to servers, run as a process.
-
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python stripes_rank.py '{"engine": "fsdp2", …}'
+"""One rank of a trainer that sends weights to servers.
 
 Sends version 0, trains a step, sends version 1. Rank 0 writes the weights of the last version to `out`; every rank
 writes how many bytes it has sent to `out` with the suffix `.<rank>`.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ from pipelinerl.finetune.build import make_rules
 from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.export import exported_parameters
 from pipelinerl.finetune.rl.objective import settings_at
-from pipelinerl.membership.role import leave
 from tests.ranks.trainer_rank import records_of
 from tests.trainer_kit import sending_rank
 
@@ -55,9 +50,3 @@ def main(job: dict[str, Any]) -> None:
         save_file(weights, out)
     own.engine.gather_objects(None)  # no rank leaves before the servers have all
     own.close()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
-    sys.stdout.flush()
-    leave(os.EX_OK)

@@ -1,13 +1,10 @@
-"""One rank of a trainer without servers, run as a process by the engine tests.
-
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python trainer_rank.py '{"engine": "fsdp2", …}'
+"""One rank of a trainer without servers: what the processes of the engine tests do.
 
 Trains the synthetic steps `first … last`, resuming from `load` and saving into `save` at `save_at`, and writes the
 metrics of each step (and, at the end, the weights) to `out` on rank 0.
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +24,6 @@ from pipelinerl.finetune.learning_rate import learning_rate
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
-from pipelinerl.membership.role import leave
 from pipelinerl.records import MicroBatch
 
 SAMPLES, VOCAB, MICRO_BATCHES = 12, 64, 4
@@ -89,8 +85,3 @@ def main(job: dict[str, Any]) -> None:
         Path(job["out"]).write_text(json.dumps(metrics))
         save_file(weights, Path(job["out"]).with_suffix(".safetensors"))
     engine.close()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
-    leave(0)

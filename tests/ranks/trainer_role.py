@@ -1,11 +1,12 @@
 """One rank of the trainer's role on CPU with recorded `training_data` and a server that takes everything.
 
-python trainer_role.py RUN_DIR override…
+As a program: python trainer_role.py RUN_DIR override…
 """
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
@@ -14,13 +15,14 @@ from pipelinerl.streams import set_streams_backend
 from tests.trainer_kit import FakeSender, trainer_context
 
 
-def main(run_dir: Path, overrides: list[str]) -> None:
+def main(job: dict[str, Any]) -> None:
+    """``run_dir``: folder of the run. ``overrides``: its configuration."""
     set_streams_backend("files")
-    cfg = parse(compose("base", overrides))
-    ctx = trainer_context(run_dir, cfg, num_ranks=int(os.environ["WORLD_SIZE"]))
+    cfg = parse(compose("base", job["overrides"]))
+    ctx = trainer_context(Path(job["run_dir"]), cfg, num_ranks=int(os.environ["WORLD_SIZE"]))
     Trainer(ctx, FakeSender(keeps_weights=False, wants_scores=False)).run()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main({"run_dir": sys.argv[1], "overrides": sys.argv[2:]})
     leave(0)
