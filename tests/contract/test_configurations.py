@@ -3,6 +3,7 @@
 import pytest
 
 from pipelinerl.config import load
+from pipelinerl.launcher import preflight
 from pipelinerl.launcher.program import launch
 from pipelinerl.plan.memory import memory_plan
 from pipelinerl.plan.model_shape import find_model_shape
@@ -54,7 +55,10 @@ def test_configuration_fits_the_memory_it_names(name):
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_configuration_is_shown_by_a_dry_run_that_writes_nothing(name, tmp_path, capsys):
+def test_configuration_is_shown_by_a_dry_run_that_writes_nothing(name, tmp_path, capsys, monkeypatch):
+    """Without the check of the domain, which is the quickstart's, and without asking a hub for the model."""
+    monkeypatch.setattr(preflight, "check_domain", lambda container: [])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     gpus = CLUSTERS[name]
     hosts = [f"world.hosts=[{','.join(f'host-{i}' for i in range(len(gpus)))}]"] if len(gpus) > 1 else []
     overrides = [*REQUIRED, *hosts, f"output_dir={tmp_path / 'run'}", "dry_run=true", f"world.gpus_per_node={gpus[0]}"]

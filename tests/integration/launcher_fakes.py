@@ -2,7 +2,8 @@
 
 Every role but redis is this script as well (`python launcher_fakes.py role --run-dir R --job J`). What a role does is
 told by the environment variable FAKE_<KIND>, a comma-separated list of behaviours; unset = the role does its part of a
-short run.
+short run. FAKE_LAUNCHER=whole makes the launcher check the domain and write the page as well, which takes as long as
+all else.
 """
 
 import json
@@ -21,8 +22,10 @@ NUM_STEPS = 3
 
 
 def launch(arguments: list[str]) -> int:
+    from pipelinerl.launcher import preflight
     from pipelinerl.launcher.command_line import main
     from pipelinerl.launcher.commands import RoleCommand, role_command
+    from pipelinerl.launcher.reporting import RunReports
     from pipelinerl.world import Job, WorldMap
 
     def command_of(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str]) -> RoleCommand:
@@ -32,7 +35,13 @@ def launch(arguments: list[str]) -> int:
         role = (__file__, "role", "--run-dir", str(run_dir), "--job", job.name)
         return replace(command, argv=(sys.executable, *role))
 
+    if "whole" not in behaviours("launcher"):
+        preflight.check_domain = lambda container: []
+        RunReports._write_page = do_nothing  # type: ignore[method-assign]
     return main(arguments, command_of=command_of)
+
+
+async def do_nothing(*_: object) -> None: ...
 
 
 def behaviours(kind: str) -> list[str]:

@@ -123,6 +123,7 @@ def test_launches_pass_a_dry_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # without a network, a question to it would wait for its time-out
     code = launch([*arguments, "dry_run=true", f"output_dir={tmp_path / 'run'}"])
     assert (code, "nothing was started" in capsys.readouterr().out) == (0, True)
 

@@ -108,7 +108,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-        run = Launch(folder / "run", write_config(folder / "model"), [], {})
+        run = Launch(folder / "run", write_config(folder / "model"), [], {"launcher": "whole"})
     assert run.wait() == 0, run.output
     return run
 
@@ -168,7 +168,7 @@ def test_launcher_role_that_stumbles_is_restarted_once(launch) -> None:
 
 
 def test_launcher_budget_spent_stops_with_the_first_cause(launch) -> None:
-    run = launch("launcher.max_restarts=1", finetune="endless", actor="crash")
+    run = launch("launcher.max_restarts=1", launcher="whole", finetune="endless", actor="crash")
     assert run.wait() == 1
     last = run.output.strip().splitlines()[-3:]
     assert last[0].startswith("actor_0 failed: exit code 1")
@@ -202,13 +202,16 @@ def test_launcher_error_that_no_restart_mends_ends_the_run_at_once(launch) -> No
     assert run.output.strip().endswith("last error: DomainError: the domain raised on every rollout")
 
 
+@pytest.mark.slow
 def test_launcher_server_that_ends_by_itself_is_restarted(launch) -> None:
     run = launch("launcher.max_restarts=1", finetune="endless", actor_llm="exit_early")
     assert run.wait() == 1
     assert "actor_llm_0 failed: it ended before the run did" in run.output
 
 
-@pytest.mark.parametrize(("behaviour", "hang_timeout_s"), [("freeze_once", 60), ("hang_once", 8)])
+@pytest.mark.parametrize(
+    ("behaviour", "hang_timeout_s"), [pytest.param("freeze_once", 60, marks=pytest.mark.slow), ("hang_once", 8)]
+)
 def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(
     launch, behaviour: str, hang_timeout_s: int
 ) -> None:
@@ -233,7 +236,7 @@ def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(
     "number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM))]
 )
 def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: signal.Signals) -> None:
-    run = launch(finetune="endless")
+    run = launch(launcher="whole", finetune="endless")
     run.wait_for("evaluation of version 0")
     run.process.send_signal(number)
     assert run.wait(STOP_S) == 128 + number
@@ -243,7 +246,7 @@ def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: si
     page = page_data(run)
     assert page["state"] == f"stopped by {number.name} at step 0 of 3"
     assert not page["alarms"]
-    again = launch()
+    again = launch(launcher="whole")
     assert again.wait() == 0, again.output
     assert "resuming" in again.output
     assert page_data(again)["state"].startswith("finished, ")
@@ -272,10 +275,10 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return write
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_launcher_signal_during_the_checks_is_answered(launch, hold, number: signal.Signals) -> None:
     hold("pipelinerl.launcher.domain_check")
-    run = launch()
+    run = launch(launcher="whole")
     run.until(lambda: psutil.Process(run.process.pid).children(), "a check in a process of its own")
     run.process.send_signal(number)
     assert run.wait(STOP_S) == 128 + number
@@ -355,11 +358,11 @@ def test_launcher_second_signal_ends_a_trainer_that_saves(launch) -> None:
     assert not (run.run_dir / "report.html").exists()
 
 
-@pytest.mark.parametrize("kind", ["failed", "stopped"])
+@pytest.mark.parametrize("kind", ["stopped", pytest.param("failed", marks=pytest.mark.slow)])
 def test_launcher_signal_during_the_report_of_an_unfinished_run_is_answered(launch, hold, kind: str) -> None:
     hold("report")
     failed = kind == "failed"
-    run = launch(finetune="endless", **({"actor": "refuse"} if failed else {}))
+    run = launch(launcher="whole", finetune="endless", **({"actor": "refuse"} if failed else {}))
     if not failed:
         run.wait_for("evaluation of version 0")
         run.process.send_signal(signal.SIGTERM)
@@ -398,6 +401,7 @@ def test_launcher_two_runs_side_by_side_do_not_meet(launch) -> None:
     assert ports[0] != ports[1]
 
 
+@pytest.mark.slow
 def test_launcher_second_launcher_in_the_same_folder_is_refused(launch) -> None:
     run = launch(finetune="endless")
     run.wait_for("evaluation of version 0")
