@@ -39,6 +39,7 @@ def test_run_with_every_role_killed_ends_by_itself_and_learns_with_nothing_lost_
         strikes.insert(2, Strike(job="redis_0", step=19, child=True))
         restarts["redis_0"] = 1
     overrides = [*JUDGED, f"streams={streams}", "finetune.save_checkpoint_steps=8", "launcher.max_restarts=7"]
+    overrides += ["eval.max_problems=64"] if steps < STEPS else []
     struck = run_struck(tmp_path / "run", strikes, overrides, steps=steps, timeout_s=RUN_TIMEOUT_S)
     assert_undisturbed(struck, success=0.6 if steps == STEPS else 0.0)
     assert struck.samples["trained"] == steps * 64

@@ -2,8 +2,7 @@
 
 Every role but redis is this script as well (`python launcher_fakes.py role --run-dir R --job J`). What a role does is
 told by the environment variable FAKE_<KIND>, a comma-separated list of behaviours; unset = the role does its part of a
-short run. FAKE_LAUNCHER=whole makes the launcher check the domain and write the page as well, which takes as long as
-all else.
+short run. FAKE_LAUNCHER=whole makes the launcher check the domain, and write the page of an unfinished run, as well.
 """
 
 import json

@@ -185,6 +185,7 @@ async def test_actor_on_new_streams_goes_on_behind_the_checkpoint(make_run: Call
     assert run.evaluations == [result]
 
 
+@pytest.mark.slow
 async def test_frozen_worker_is_replaced_and_its_groups_are_tried_again(make_run: Callable) -> None:
     run = await make_run("launcher.heartbeat_timeout_s=15")
     run.servers[0].hold.clear()

@@ -80,7 +80,7 @@ def under_way(run: Run, prefix: str) -> UnderWay:
 def test_server_says_how_far_the_answers_of_a_client_are_until_they_end(run: Run) -> None:
     """Two answers to one request, each with the tokens it has, and none of another client's or without a name."""
     assert httpx.get(run.url + UNDER_WAY_PATH, timeout=60).status_code == 401
-    length, body = 2000, encoded(PROMPT[:20], max_tokens=2000, n=2)
+    length, body = 500, encoded(PROMPT[:20], max_tokens=500, n=2)
     counts: list[int] = []
     while len(set(counts)) <= 2:  # of answers that end before they were looked at so often, others are looked at
         seen, before = list[UnderWay](), under_way(run, "").sampled

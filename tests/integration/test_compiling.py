@@ -38,7 +38,7 @@ def losses_and_gradients(policy: Policy) -> list[Tensor]:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # of Dynamo's guards
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_layers_compute_the_same_from_code_that_they_share(checkpointing: bool) -> None:
     """`aot_eager` traces, differentiates and shares as `inductor` does, and then runs torch's own kernels."""
     register_attention(PACKED, packed_attention)

@@ -103,6 +103,7 @@ async def test_rollouts_are_made_packed_and_trained_one_after_the_other(
     assert result["last"]["grad_norm"] > 0
 
 
+@pytest.mark.slow
 async def test_evaluation_alone_is_one_evaluation(model: Path, server: FakeServer, tmp_path: Path) -> None:
     run = ("debug.mode=evaluation", f"debug.existing_llms=[{server.url}]", "eval.attempts=2")
     said = await launch(model, tmp_path / "run", *run)

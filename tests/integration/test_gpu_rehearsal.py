@@ -9,12 +9,13 @@ import pytest
 from tests.engine_runs import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
         ("rl_step or receiver or attention or transport", "13 passed, 4 skipped"),
-        pytest.param("engines or swap", "11 passed, 3 skipped", marks=pytest.mark.slow),
+        ("engines or swap", "11 passed, 3 skipped"),
     ],
 )
 def test_gpu_tests_run_on_the_cpu(chosen: str, expected: str) -> None:

@@ -252,7 +252,7 @@ def test_links_that_pip_is_told_of_serve_uv_too(tool: str, public: Index, pytorc
     assert (done.code, done.packages.get("torch")) == (0, "2.13.0+cpu"), done.output
 
 
-@pytest.mark.parametrize("tool", BOTH)
+@pytest.mark.parametrize("tool", UV_AND_SLOW_PIP)
 def test_without_a_cpu_build_and_with_pytorch_out_of_reach_one_line_says_what_to_do(
     tool: str, public: Index, silent: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ def prepare(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Com
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("hosts", ["", "127.0.0.1,127.0.0.2"])
+@pytest.mark.parametrize("hosts", [pytest.param("", marks=pytest.mark.slow), "127.0.0.1,127.0.0.2"])
 def test_every_role_of_every_node_is_written_and_none_started(tmp_path: Path, hosts: str) -> None:
     several = {"WORLD_SIZE": "2", "RANK": "0", "PIPELINERL_HOSTS": hosts} if hosts else {}
     for _ in range(2):

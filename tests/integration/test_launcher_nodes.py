@@ -192,6 +192,7 @@ def test_nodes_failure_on_one_is_told_by_all(nodes: Nodes) -> None:
         assert "RuntimeError: this role is broken" in nodes.output(rank)
 
 
+@pytest.mark.slow
 def test_nodes_with_different_configurations_end_at_once(nodes: Nodes) -> None:
     nodes.start(0, finetune="endless")
     nodes.start(1, "finetune.learning_rate=0.5")
@@ -200,7 +201,8 @@ def test_nodes_with_different_configurations_end_at_once(nodes: Nodes) -> None:
         assert "node 1 (127.0.0.3) was started with another configuration or world" in nodes.output(rank)
 
 
-@pytest.mark.parametrize("streams", [pytest.param("files", marks=pytest.mark.slow), STORES[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", STORES)
 def test_nodes_stranger_is_turned_away_and_the_run_waits(nodes: Nodes, streams: str) -> None:
     nodes.start(0, f"streams={streams}", finetune="held")
     stranger = nodes.start(1, f"streams={streams}", secret="another-secret-of-some-length", finetune="held")
@@ -243,6 +245,7 @@ def test_nodes_with_streams_in_files_share_the_folder_whatever_else_they_see_in_
     assert nodes.wait() == [0, 0], nodes.outputs()
 
 
+@pytest.mark.slow
 @needs_redis
 def test_nodes_error_of_a_launcher_is_told_to_the_leader_at_once(nodes: Nodes) -> None:
     """The follower takes the folder for its own. The leader only heard that it was silent."""
@@ -264,7 +267,8 @@ def test_nodes_that_never_come_are_named(nodes: Nodes, rank: int) -> None:
     assert "share the run folder or have streams=redis" in nodes.output(rank)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_run_goes_on_without_servers_and_takes_them_back(nodes: Nodes, number: signal.Signals) -> None:
     nodes.num_nodes, nodes.node_timeout_s = 3, LOSS_S
     nodes.start_all(finetune="held")
@@ -290,6 +294,7 @@ def test_nodes_with_a_trainer_end_all_when_they_are_lost(nodes: Nodes) -> None:
     assert all("node 2 (127.0.0.4) has been silent" in nodes.output(rank) for rank in (0, 1))
 
 
+@pytest.mark.slow
 @needs_redis
 def test_nodes_go_on_when_redis_is_killed_and_started_again(nodes: Nodes) -> None:
     nodes.start_all("streams=redis", finetune="held")

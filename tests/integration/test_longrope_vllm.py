@@ -39,7 +39,7 @@ class Served(NamedTuple):
     """As transformers computes it."""
 
 
-@pytest.fixture(scope="module", params=[1024, ORIGINAL])
+@pytest.fixture(scope="module", params=[1024, pytest.param(ORIGINAL, marks=pytest.mark.slow)])
 def served(request: Any, serving: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("longrope")
     torch.manual_seed(0)

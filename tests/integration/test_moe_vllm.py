@@ -15,6 +15,7 @@ from pipelinerl.records.answers import Completion
 from tests.sender_kit import Senders
 from tests.served import Served, engine_of, largest_error, sample, weight_check
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 2e-5
 PROMPT = list(range(40, 60))
 SHARED = {
@@ -32,7 +33,7 @@ MODELS = {
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "glm4_moe"))],
+    params=["qwen3_moe", "mixtral", "glm4_moe"],
 )
 def served(request: Any, serving: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("moe")

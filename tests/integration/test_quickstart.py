@@ -149,7 +149,7 @@ def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_fro
         "actor.rollout_policy=mine.generate_rollout",
         "dataset_loader=mine.load_problems",
         "finetune.save_checkpoint_steps=4",
-        "eval.at_start=false",
+        *("eval.at_start=false", "eval.at_end=false"),
         "finetune.max_train_steps=1000",  # it must not end before it is interrupted
     ]
     run_dir = project / "run"

@@ -264,7 +264,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_running_server(
     vllm_server: Any, trainer: Trainer, sender: Senders, tiny_qwen2: Path, number: signal.Signals
 ) -> None:

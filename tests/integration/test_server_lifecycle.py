@@ -38,11 +38,16 @@ def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
 def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_leaves_no_engine(
     tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
+    """The first one is asked for vLLM's own metrics, too, and has them before it dies."""
+    wanted = ("+vllm_config.vllm_kwargs.disable_log_stats=false",)
     with serving.own_cores() as cores:
         for victim in ("engine", "front"):
             run_dir = tmp_path / victim
-            server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2, cores))
+            overrides = wanted if victim == "engine" else ()
+            server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2, cores, overrides=overrides))
             serving.wait_until_up(server)
+            if victim == "engine":
+                check_metrics(server)
             engine = engine_of(server)
             assert engine is not None
             os.kill(engine.pid if victim == "engine" else server.process.pid, signal.SIGKILL)
@@ -53,14 +58,11 @@ def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_le
             serving.wait_for(lambda pid=engine.pid: is_gone(pid), 60, server.log)
 
 
-def test_server_that_is_asked_for_vllms_own_metrics_counts_the_tokens_of_answers(
-    tmp_path: Path, tiny_qwen2: Path, serving: Any
-) -> None:
-    wanted = ("+vllm_config.vllm_kwargs.disable_log_stats=false",)
-    with serving.running(tmp_path, tiny_qwen2, overrides=wanted) as server:
-        completions = sample(server.job.url, list(range(40, 60)), max_tokens=7, n=3)
-        assert [len(completion.token_ids) for completion in completions] == [7, 7, 7]
-        lines = httpx.get(f"{server.job.url}/metrics", timeout=30).text.splitlines()
+def check_metrics(server: Any) -> None:
+    """vLLM's own count the tokens of answers."""
+    completions = sample(server.job.url, list(range(40, 60)), max_tokens=7, n=3)
+    assert [len(completion.token_ids) for completion in completions] == [7, 7, 7]
+    lines = httpx.get(f"{server.job.url}/metrics", timeout=30).text.splitlines()
     counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:")}
     assert counted["vllm:generation_tokens_total"] == 3 * 7
     assert counted["vllm:e2e_request_latency_seconds_count"] == 3

@@ -63,7 +63,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"the verifier did not come up within {START_S:g} s")
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_role_serves_and_leaves_no_process_whatever_ends_it(run_dir, how):
     process = start(run_dir)
     try:

@@ -289,7 +289,7 @@ def test_killed_writer_leaves_a_version_that_is_whole(start_model_server: Any, u
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     late = start_model_server()
     follower = late.store.follow(url)
-    for turn in range(4):
+    for turn in range(2):
         process = subprocess.Popen([sys.executable, "-c", WRITER, url], env=env, stdout=subprocess.PIPE, cwd=root)
         assert process.stdout is not None
         for _ in range(3 + turn):

@@ -3,6 +3,7 @@
 The configurations are transformers' defaults, at full size: what is compared is a small copy of each.
 """
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -67,13 +68,17 @@ def make_config(model_type: str, **values: Any) -> Any:
     return AutoConfig.for_model(model_type, **values)
 
 
-@pytest.mark.parametrize("model_type", PACKABLE)
+def fast_and_slow(model_types: Iterable[str], slow: Collection[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in model_types]
+
+
+@pytest.mark.parametrize("model_type", fast_and_slow(PACKABLE, ["gemma4"]))
 def test_packed_documents_have_the_model_s_own_logprobs(model_type: str):
     values, logit_map = PACKABLE[model_type]
     assert examine_config(make_config(model_type, **values)) == Architecture(attention=PACKED, logit_map=logit_map)
 
 
-@pytest.mark.parametrize("model_type", ROWS_ONLY)
+@pytest.mark.parametrize("model_type", fast_and_slow(ROWS_ONLY, ["falcon_h1", "nemotron_h", "jamba"]))
 def test_architectures_with_states_train_in_rows_and_say_so(model_type: str):
     values, logit_map = ROWS_ONLY[model_type]
     config = make_config(model_type, **values)
@@ -88,7 +93,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize("model_type", fast_and_slow(SPARSE, ["glm_moe_dsa"]))
 def test_sparse_attention_is_refused_beyond_the_keys_that_it_chooses(model_type: str):
     """Keys of equal scores are chosen in another order in a pack. Up to its number, all keys are chosen."""
     values, said = SPARSE[model_type]

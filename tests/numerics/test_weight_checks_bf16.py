@@ -46,6 +46,7 @@ def test_one_fault_in_one_update_is_found_at_every_step_size(run: StandIn, fault
         assert not run.digest_fault()
 
 
+@pytest.mark.slow
 def test_log_probabilities_alone_see_a_swapped_pair_and_cannot_see_a_missed_small_step(run: StandIn) -> None:
     baseline, _ = calibrate(run.server_scores(), run.trainer_scores(), TOLERANCE)
     run.step(1e-6)

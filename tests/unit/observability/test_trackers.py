@@ -123,6 +123,7 @@ tracking.close()
 """
 
 
+@pytest.mark.slow
 def test_wandbs_own_library_keeps_everything_of_an_offline_run(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", Story(overrides=("wandb.mode=offline", "wandb.sample_steps=4")))
     roles = [(WANDB_ROLE, "1", "2", "3"), (WANDB_ROLE, "2", "3", "4"), (WANDB_LAUNCHER,)]

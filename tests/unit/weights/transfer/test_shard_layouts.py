@@ -181,6 +181,7 @@ def addresses(server: Sequence[Worker]) -> list:
     return [worker.receiver.address for worker in server]
 
 
+@pytest.mark.slow
 def test_deaths_within_a_chain_of_64_servers_cost_nobody_else_the_version(fleet: Fleet) -> None:
     servers = [fleet.start(dies_after=4 if number in DYING else None) for number in range(SERVERS)]
     fleet.take_snapshot()
