@@ -220,7 +220,7 @@ async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer:
     async with aiohttp.ClientSession() as session:
         for length in (1, 2, 500):
             tokens = generator.integers(0, 256, size=length)
-            ((scores, ids, best),) = await score_sequences(session, vllm_server.job.url, [tokens], num_top=5)
+            ((scores, ids, best, _),) = await score_sequences(session, vllm_server.job.url, [tokens], num_top=5)
             assert scores.dtype == np.float32
             assert scores.shape == (length,)
             with torch.no_grad():

@@ -52,12 +52,13 @@ def recorded(seeds: tuple[str, ...] = ("5",)) -> dict[str, Any]:
 
 
 def test_contention_slows_what_is_predicted_of_the_pipeline_alone() -> None:
-    """The trainer is the narrow side of these runs: 1.5 times its time but what it does beside training."""
+    """With a trainer that is the narrow side: 1.5 times its time but what it does beside training."""
     data = recorded()
+    data["calibrations"]["5"]["together"] = {"decode": 0.1, "train": 1.0}
     before = {schedule: schedules.predicted_step_s(data, "heavy", schedule) for schedule in schedules.SCHEDULES}
     assert schedules.predicted_ratio(data, "heavy") > 1
     beside_s = 64 * 40 * data["calibrations"]["5"]["beside_s_per_token"]
-    data["calibrations"]["5"]["together"] = {"decode": 1.0, "train": 1.5}
+    data["calibrations"]["5"]["together"] = {"decode": 0.1, "train": 1.5}
     assert schedules.predicted_step_s(data, "heavy", "pipeline") == pytest.approx(
         1.5 * (before["pipeline"] - beside_s) + beside_s
     )
@@ -93,7 +94,7 @@ class FakeRuns:
     def in_child(self, function: Callable[..., Any], *args: Any) -> Any:
         if function.__name__ == "prompt_length":
             return 25
-        return {height: rate for height, rate in ((1, 101.0), (16, 1417.0), (64, 2590.0)) if height in args[2]}
+        return {height: rate for height, rate in ((1, 50.0), (16, 700.0), (64, 1300.0)) if height in args[2]}
 
     @contextlib.contextmanager
     def running_server(self, model: Path, folder: Path) -> Iterator[Job]:
