@@ -1,10 +1,14 @@
 """Stall of decoding per weight update against model size, beside an update that moves one tensor at a time.
 
     python -m benchmarks.weight_update --json benchmarks/weight_update.json
+    python -m benchmarks.weight_update --accelerator cuda --sizes 0.5B 7B --bucket-mb 8 32 128
 
 For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
 arrive in the background; the pause waits for the decoding step under way and covers the swap. *One by one* pauses,
 pulls and loads every tensor by itself, then resumes, on the same server, over the same kind of connection.
+
+With `--accelerator cuda` trainer and server share one GPU, the model is bfloat16, and buckets go over CUDA IPC. One by
+one is left out there: it goes through host memory, so it would lose for another reason.
 """
 
 import argparse
@@ -23,15 +27,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
 import torch
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import compose
+from pipelinerl.config.load import compose, load_run
 from pipelinerl.launcher.commands import role_environment
+from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
+from pipelinerl.plan.speed import gpu_named, predicted_pause_s
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
@@ -42,9 +48,12 @@ from pipelinerl.world import Job, WorldMap
 
 SIZES = {"1M": (128, 4, 256), "20M": (512, 5, 2048), "100M": (768, 11, 4096)}
 """Name → hidden size, layers, vocabulary of a Qwen2 with a tied head."""
+GPU_SIZES = {name.rpartition("-")[2]: shape for name, shape in PUBLISHED_SHAPES.items() if "Qwen2.5" in name}
+"""Of Qwen2.5, with random weights."""
 START_S = 300.0
 TIMEOUT_S = 300.0
 CONCURRENCY = 16
+BUCKET_MB = 8
 
 
 def build_model(path: Path, hidden: int, layers: int, vocab: int) -> torch.nn.Module:
@@ -66,8 +75,31 @@ def build_model(path: Path, hidden: int, layers: int, vocab: int) -> torch.nn.Mo
     return model
 
 
-def write_run(run_dir: Path, model: Path) -> Job:
-    kwargs = "vllm_config.vllm_kwargs"
+def build_on_gpu(path: Path, shape: ModelShape) -> torch.nn.Module:
+    """The model lies on the GPU. Its folder has the configuration alone, and the server starts with other values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(path)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Qwen2ForCausalLM(config).bfloat16()
+
+
+def write_run(run_dir: Path, model: Path, accelerator: Literal["cpu", "cuda"] = "cpu") -> Job:
+    """The server's job. On a GPU the model has no file of weights."""
+    kwargs, on_gpu = "vllm_config.vllm_kwargs", accelerator == "cuda"
     cfg = compose(
         "base",
         [
@@ -75,21 +107,28 @@ def write_run(run_dir: Path, model: Path) -> Job:
             f"model_path={model}",
             "dataset_loader=none.none",
             "actor.rollout_policy=none.none",
-            "world.accelerator=cpu",
-            f"{kwargs}.dtype=float32",
+            f"world.accelerator={accelerator}",
+            f"{kwargs}.dtype={'bfloat16' if on_gpu else 'float32'}",
             f"{kwargs}.max_model_len=1024",
             f"{kwargs}.max-num-batched-tokens=2048",
             f"+{kwargs}.skip-tokenizer-init=true",
+            *(
+                [f"+{kwargs}.load-format=dummy", f"{kwargs}.gpu-memory-utilization=0.45", "world.share_devices=true"]
+                if on_gpu
+                else []
+            ),
         ],
     )
     (run_dir / "conf").mkdir(parents=True)
     OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
     port = free_port()
-    core = sorted(os.sched_getaffinity(0))[0]
-    job = Job(name="actor_llm_0", kind="actor_llm", port=port, cores=(core,), url=f"http://127.0.0.1:{port}")
+    cores = () if on_gpu else tuple(sorted(os.sched_getaffinity(0))[:1])
+    gpus = (0,) if on_gpu else ()
+    job = Job(name="actor_llm_0", kind="actor_llm", port=port, cores=cores, gpus=gpus, url=f"http://127.0.0.1:{port}")
     fields = {
-        "accelerator": "cpu",
-        "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 2}],
+        "accelerator": accelerator,
+        "share_devices": on_gpu,
+        "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 1 if on_gpu else 2}],
         "jobs": [msgspec.to_builtins(job), {"name": "finetune_0", "kind": "finetune"}],
     }
     ports = ("master_port", "weight_port", "weight_ports")
@@ -169,11 +208,19 @@ def pushed(
     updates: int,
     beside: Sequence[Job] = (),
     pace: Callable[[int], None] | None = None,
+    bucket_mb: int = BUCKET_MB,
 ) -> list[UpdateOutcome]:
     """Updates of ``job``, when other servers get them too. ``pace``: limits the trainer's link, see `SourceServer`."""
     jobs = [job, *beside]
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
-    settings = SenderSettings(timeout_s=TIMEOUT_S, secret=secret)
+    device = next(model.parameters()).device
+    settings = SenderSettings(
+        timeout_s=TIMEOUT_S,
+        secret=secret,
+        transport="ipc" if device.type == "cuda" else "tcp",
+        device=device,
+        bucket_bytes=bucket_mb << 20,
+    )
     sender = WeightSender(lambda: jobs, settings, lambda message: None)
     sender.origin.source_server._pace = pace or sender.origin.source_server._pace
     outcomes = []
@@ -189,8 +236,8 @@ def pushed(
     return outcomes[1:]  # the first connects and allocates
 
 
-def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
-    outcomes = pushed(job, model, secret, updates)
+def staged(job: Job, model: torch.nn.Module, secret: str, updates: int, bucket_mb: int = BUCKET_MB) -> dict[str, Any]:
+    outcomes = pushed(job, model, secret, updates, bucket_mb=bucket_mb)
     answers = [outcome.answer for outcome in outcomes if outcome.answer is not None]
     return {
         "pause_ms": summary([answer.pause_ms for answer in answers]),
@@ -242,6 +289,43 @@ def measure(name: str, updates: int) -> dict[str, Any]:
     return row | {"pause_ratio": round(ratio, 1)}
 
 
+def measure_on_gpu(name: str, updates: int, buckets_mb: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each size of bucket, all on one server."""
+    rows, shape = [], GPU_SIZES[name]
+    with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
+        model = build_on_gpu(Path(folder) / "model", shape)
+        job = write_run(Path(folder) / "run", Path(folder) / "model", "cuda")
+        secret = secrets.token_hex(16)
+        gpu = gpu_named(torch.cuda.get_device_name())[1]
+        memory = torch.cuda.get_device_properties(0).total_memory
+        planned = predicted_pause_s(load_run(Path(folder) / "run"), shape, gpu, 1, memory)
+        with server(Path(folder) / "run", job, secret):
+            step_ms = decode_step_ms(job)
+            for bucket_mb in buckets_mb:
+                with load(job):
+                    ours = staged(job, model, secret, updates, bucket_mb)
+                about = {"size": name, "params": shape.parameters, "decode_step_ms": step_ms, "bucket_mb": bucket_mb}
+                rows.append(about | {"staged": ours, "planned_pause_ms": round(1e3 * planned, 1)})
+                print_row(rows[-1])
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    ours, pause = row["staged"], row["staged"]["pause_ms"]
+    beside = (
+        ""
+        if "one_by_one" not in row
+        else (f"; one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}")
+    )
+    buckets = f", {row['bucket_mb']} MB buckets" if "bucket_mb" in row else ""
+    print(
+        f"{row['size']:>5}{buckets}: staged pause {pause['median']:.1f} ms (max {pause['max']:.1f}), of it swap "
+        f"{ours['swap_ms']['median']:.1f} ms (a decoding step takes {row['decode_step_ms']:.1f} ms), "
+        f"whole update {ours['update_ms']['median']:.0f} ms{beside}",
+        flush=True,
+    )
+
+
 def serve() -> None:
     """The server process: the project's server with the baseline's worker methods added."""
     import pipelinerl.inference.__main__ as role
@@ -255,24 +339,23 @@ def serve() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *GPU_SIZES], help="those of the accelerator")
+    parser.add_argument("--bucket-mb", nargs="+", type=int, default=[BUCKET_MB], help="on a GPU")
     parser.add_argument("--updates", type=int, default=10)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     rows = []
-    for name in args.sizes:
-        row = measure(name, args.updates)
-        rows.append(row)
-        ours, pause = row["staged"], row["staged"]["pause_ms"]
-        print(
-            f"{name:>5}: staged pause {pause['median']:.1f} ms (max {pause['max']:.1f}), of it swap "
-            f"{ours['swap_ms']['median']:.1f} ms (a decoding step takes {row['decode_step_ms']:.1f} ms), "
-            f"whole update {ours['update_ms']['median']:.0f} ms; "
-            f"one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}",
-            flush=True,
-        )
+    if args.accelerator == "cuda":
+        for name in args.sizes or ["0.5B"]:
+            rows += measure_on_gpu(name, args.updates, args.bucket_mb)
+    else:
+        torch.set_num_threads(1)
+        for name in args.sizes or list(SIZES):
+            rows.append(measure(name, args.updates))
+            print_row(rows[-1])
     if args.json:
-        document = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+        machine = torch.cuda.get_device_name() if args.accelerator == "cuda" else platform.processor()
+        document = {"machine": machine or platform.machine(), "cores": os.cpu_count(), "rows": rows}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
