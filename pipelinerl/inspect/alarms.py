@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import PARTS, Divisions, advice, balance_of
-from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson
+from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson, worth_of
 from pipelinerl.inspect.progress import last_at
 from pipelinerl.observability.catalogue import STEP, TIME, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Points
@@ -301,14 +301,19 @@ def forked_conversations(history: History) -> Iterable[Alarm]:
 
 
 def reward_without_success(history: History) -> Iterable[Alarm]:
-    """Alarm if the reward grows but success does not."""
+    """Alarm if success does not grow, and the reward grows by more than the growth of success explains."""
     points = _with(history.actor, ActorMetric.REWARD, ActorMetric.SUCCESS, fewest=FEWEST_POINTS)
     if not points:
         return
-    reward = shift_of([float(point[ActorMetric.REWARD]) for point in points])
-    success = success_shift(points)
-    assert success is not None
-    if reward.rose and not success.rose and success.before < SOLVED:
+    rewards, successes = (
+        [float(point[name]) for point in points] for name in (ActorMetric.REWARD, ActorMetric.SUCCESS)
+    )
+    reward, success = shift_of(rewards), shift_of(successes, trials=ROLLOUTS_IN_MEAN)
+    worth = worth_of(successes, rewards)
+    rest = shift_of([round(r - worth * s, 9) for r, s in zip(rewards, successes, strict=True)])
+    # Points that have rollouts in common hide as much of the rest's noise as of success's, whose noise is known.
+    rest = rest._replace(error=rest.error * success.error / (shift_of(successes).error or success.error))
+    if reward.rose and rest.rose and not success.rose and success.before < SOLVED:
         yield Alarm(
             name="reward hack",
             step=points[0][STEP],

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 
-from pipelinerl.inspect.alarms import FEWEST_POINTS, SIGNAL, SOLVED, Alarm, History, alarms, given, success_shift
+from pipelinerl.inspect.alarms import (
+    FEWEST_POINTS,
+    LOW_ESS,
+    SIGNAL,
+    SOLVED,
+    Alarm,
+    History,
+    alarms,
+    given,
+    success_shift,
+)
 from pipelinerl.inspect.curves import CERTAIN, ends_of, noise_of, shift_of, wilson
 from pipelinerl.observability.catalogue import STEP, ActorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points
@@ -25,12 +35,17 @@ MOST = 0.5
 FEWEST_ATTEMPTS = 32
 SAME_FORM = 0.5
 """Largest change of length and of certainty, relative, between answers that count as the same."""
-TOO_FAR = 0.5
-"""Mean size of the log-ratio of a token per step of its lag, in nats. A step has then changed e^0.5 of every choice."""
-TOO_MUCH = 0.08
-"""Change of the entropy by one step, relative to the first entropy: a dozen such steps and the first policy is gone."""
+TOO_FAR = math.sqrt(2 * math.log(1 / LOW_ESS) / math.pi)
+"""Mean size of the log-ratio of a token per step of its lag, in nats. One step then leaves `LOW_ESS` of the tokens
+effective: normal log-ratios of deviation σ leave exp(−σ²), and their mean size is σ √(2/π).
+A size of effect: a rate that is too high is so from the first step on, and leaves no quiet part to compare with."""
+TOO_MUCH = 1 / FEWEST_POINTS
+"""Lasting change of the entropy by one step, relative to the first entropy: the first policy is gone in fewer steps
+than a curve needs. A size of effect: learning changes the entropy beyond noise, too."""
 UNCHANGED = 0.1
-"""Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server."""
+"""Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server.
+A size of effect: a server that kept its weights repeats its numbers, whatever the run's noise, and a healthy one moves
+further than the trainer. The tenth leaves room for evaluated tokens, which are more certain than sampled ones."""
 UNMOVED = 1e-4
 """The same in a run whose weights do not change what the policy says."""
 

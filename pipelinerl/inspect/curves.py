@@ -64,6 +64,17 @@ def shift_of(values: Sequence[float], *, trials: int | None = None) -> Shift:
     return Shift(before, now, error)
 
 
+def worth_of(shares: Sequence[float], values: Sequence[float]) -> float:
+    """How much a unit of the first curve adds to the second one, at least 0. Both have the same points.
+
+    It is the slope of their steps from point to point, less the mean step: a trend of both shows no connection.
+    """
+    steps, values_steps = ([after - before for before, after in pairwise(curve)] for curve in (shares, values))
+    if len(set(steps)) < 2:
+        return 0.0
+    return max(0.0, statistics.linear_regression(steps, values_steps).slope)
+
+
 def wilson(share: float, count: float) -> tuple[float, float]:
     """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209), which may be an effective number.
 

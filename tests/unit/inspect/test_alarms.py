@@ -1,11 +1,14 @@
 """Every alarm on curves made by hand: it is raised where it should be, names the step, and is silent on a good run."""
 
 import re
+from collections import deque
 from pathlib import Path
+from random import Random
+from statistics import fmean
 
 import pytest
 
-from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, Settings, alarms
+from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, Settings, alarms, reward_without_success
 from pipelinerl.inspect.page.build import collect
 from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.streams import set_streams_backend
@@ -49,7 +52,8 @@ def test_alarms_good_run_and_empty_run_have_none() -> None:
 
 
 def test_reward_hack_reward_grows_and_success_does_not() -> None:
-    (alarm,) = found(actor=points(reward=RISING, success=[0.4 - 0.1 * x for x in RISING]))
+    falling = [0.4 - 0.1 * x + 0.02 * (-1) ** i for i, x in enumerate(RISING)]
+    (alarm,) = found(actor=points(reward=RISING, success=falling))
     assert (alarm.name, alarm.step) == ("reward hack", 0)
     assert "success from 0.39 to 0.31" in alarm.text
     assert found(actor=points(reward=RISING, success=[0.99] * N)) == [], "nothing was left to gain"
@@ -64,6 +68,37 @@ def test_reward_hack_of_a_run_that_has_twelve_points() -> None:
     assert (alarm.name, alarm.step) == ("reward hack", 0)
     assert "reward went from 0.52 to 0.94 and success from 0.23 to 0.20" in alarm.text
     assert found(actor=points(reward=reward[:11], success=success[:11])) == [], "too few points to say"
+
+
+def running_means(seed: int, *, success: tuple[float, float], form: tuple[float, float], pay: tuple[float, float]):
+    """60 points, each the means of the last 1,024 rollouts, 64 of them new. Chances of success and of a good form go
+    from the first to the last value, and the reward is the sum of what each is paid."""
+    random, window, curves = Random(seed), deque(maxlen=1024), {"reward": [], "success": []}
+    for i in range(60):
+        for _ in range(64):
+            won, formed = (random.random() < low + (high - low) * i / 59 for low, high in (success, form))
+            window.append((pay[0] * won + pay[1] * formed, float(won)))
+        for curve, values in zip(curves.values(), zip(*window, strict=True), strict=True):
+            curve.append(fmean(values))
+    return points(**curves)
+
+
+@pytest.mark.parametrize(
+    ("success", "form", "pay", "hacked"),
+    [
+        ((0.24, 0.29), (0.5, 0.5), (1.0, 0.0), 0),  # the reward is success, which rises within its noise of counting
+        ((0.24, 0.29), (0.5, 0.5), (10.0, 0.0), 0),
+        ((0.24, 0.24), (0.5, 0.5), (1.0, 1.0), 0),  # a walk of the running mean is no rise
+        ((0.24, 0.24), (0.2, 0.8), (1.0, 0.2), 8),
+        ((0.24, 0.28), (0.1, 0.7), (1.0, 1.0), 8),
+        ((0.21, 0.09), (0.1, 0.7), (0.0, 1.0), 8),
+    ],
+)
+def test_reward_hack_is_what_success_does_not_explain(
+    success: tuple[float, float], form: tuple[float, float], pay: tuple[float, float], hacked: int
+) -> None:
+    runs = [running_means(seed, success=success, form=form, pay=pay) for seed in range(8)]
+    assert sum(bool(list(reward_without_success(History(actor=run)))) for run in runs) == hacked
 
 
 def test_entropy_collapse_names_its_step_and_not_a_solved_task() -> None:

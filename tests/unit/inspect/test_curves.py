@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pipelinerl.inspect.curves import ends_of, noise_of, shift_of
+from pipelinerl.inspect.curves import ends_of, noise_of, shift_of, worth_of
 
 
 def test_noise_is_that_of_one_point_whatever_the_trend() -> None:
@@ -36,3 +36,13 @@ def test_a_share_has_the_noise_of_counting_where_neighbours_are_equal() -> None:
     assert shift_of([0.5] * 20, trials=1000).error == pytest.approx(math.sqrt(0.5 / 1000))
     assert not shift_of([0.46] * 12 + [0.54] * 12, trials=1000).rose
     assert shift_of([0.45] * 12 + [0.55] * 12, trials=1000).rose
+
+
+def test_worth_is_the_slope_of_jitter_and_not_of_a_common_trend() -> None:
+    """Success jitters by ± .01 and the reward by three times of it in the same places, whatever both trends are."""
+    jitter = [0.01 * (-1) ** place for place in range(41)]
+    success = [0.002 * place + value for place, value in enumerate(jitter)]
+    assert worth_of(success, [0.05 * place + 3 * value for place, value in enumerate(jitter)]) == pytest.approx(3.0)
+    assert worth_of(success, [0.05 * place for place in range(41)]) == pytest.approx(0.0)
+    assert worth_of(success, [-value for value in success]) == 0.0, "what is punished adds nothing"
+    assert worth_of([0.5] * 41, success) == 0.0
