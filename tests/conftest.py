@@ -15,12 +15,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import hydra
 import numpy as np
 import psutil
 import pytest
 
+from tests import compositions
 from tests.process_state import chosen, differences, process_state, restore, restore_choices
 
+hydra.compose = compositions.compose
 LEAK_DEADLINE_S = 60.0
 
 
