@@ -22,13 +22,17 @@ def marked_processes(mark: str) -> list[int]:
     """Return the pids of all live processes of this user whose environment contains `mark` (NAME=value)."""
     wanted = mark.encode()
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/environ", "rb") as stream:
-                    if wanted in stream.read().split(b"\0"):
-                        found.append(int(name))
+    for pid in all_processes():
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/environ", "rb") as stream:
+                if wanted in stream.read().split(b"\0"):
+                    found.append(pid)
     return found
+
+
+def all_processes() -> list[int]:
+    """Return the pids of all processes but this one."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
@@ -57,7 +61,8 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     """End every process that carries the mark, unlink their shared memory, and return how many there were at first.
 
     They get SIGTERM, and SIGKILL after `grace_s`. The search is repeated, so that new processes are found too.
-    `segments` are additional paths of shared memory to unlink, of processes that may have ended before.
+    `segments` are additional paths of shared memory to unlink, of processes that may have ended before. What another
+    process has mapped stays: a server maps segments of the trainer's that the next server will need (CUDA IPC).
     """
     pids = marked_processes(mark)
     count = len(pids)
@@ -74,7 +79,7 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
         segments |= shared_memory_of(pids)
         signal_all(pids, signal.SIGKILL)
         time.sleep(0.02)
-    for path in segments:
+    for path in segments - shared_memory_of(all_processes()) if segments else ():
         with contextlib.suppress(OSError):
             os.unlink(path)
     return count

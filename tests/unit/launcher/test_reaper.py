@@ -93,6 +93,28 @@ def test_sweep_unlinks_segments_and_semaphores_of_the_killed() -> None:
     assert not any(os.path.exists(path) for path in held)
 
 
+MAPPING = (
+    "import mmap, time\n"
+    "with open({path!r}, 'r+b') as file: segment = mmap.mmap(file.fileno(), 0)\n"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+def test_segment_that_another_role_goes_on_using_stays() -> None:
+    """A killed server has the trainer's segments mapped, through which the next server gets weights over CUDA IPC."""
+    server, path = RunMark(), f"/dev/shm/pipelinerl-test-{os.getpid()}"
+    Path(path).write_bytes(bytes(64))
+    trainer, killed = (start(MAPPING.format(path=path), mark) for mark in (RunMark(), server))
+    assert reaper.shared_memory_of([killed.pid]) == {path}
+    reaper.sweep(server.run, grace_s=0)
+    close(killed)
+    assert os.path.exists(path)
+    trainer.kill()
+    close(trainer)
+    assert reaper.sweep(server.run, grace_s=0, segments={path}) == 0
+    assert not os.path.exists(path), "nobody uses it any more"
+
+
 def test_reaper_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
     mark = RunMark()
     process = start(SLEEP, mark)
