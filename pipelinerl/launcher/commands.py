@@ -44,7 +44,11 @@ NOT_INHERITED = (
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""Settings of torch's allocator. On shared GPUs they stay as they are, because weights travel as CUDA IPC handles."""
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""Host memory is page-locked by eight threads: 8 GB/s instead of 2.4 on an H200's host. A first update and a first
+checkpoint wait for it."""
+SEGMENTS = "expandable_segments:True"
+"""Lengths vary, and fixed segments would fragment. Not on shared GPUs, where weights travel as CUDA IPC handles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +101,9 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
     }
     if world.accelerator == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(job.gpus, env)
-        if job.kind == "finetune" and not world.share_devices and ALLOCATOR not in env:
-            variables[ALLOCATOR] = "expandable_segments:True"  # lengths vary: fixed segments would fragment
+        if ALLOCATOR not in env:
+            grows = job.kind == "finetune" and not world.share_devices
+            variables[ALLOCATOR] = f"{PINNING},{SEGMENTS}" if grows else PINNING
     else:
         threads = max(1, len(job.cores) // max(1, job.num_ranks)) if job.kind == "finetune" else 1
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}

@@ -59,8 +59,9 @@ class WeightsSection(Section):
         0.5, "`store`: time between two looks of a server for a newer version", may_change=True
     )
     bucket_mb: PositiveFloat = key(
-        8,
-        "a server passes the weights on in pieces of this size, in a long chain of servers in smaller ones",
+        128,
+        "a server passes the weights on in pieces of this size, in a long chain of servers, and of small models, in "
+        "smaller ones",
         may_change=True,
     )
     delta: Literal["auto"] | bool = key(

@@ -194,7 +194,7 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     options = [
         *(f"model_path={model}", "tiny_model=null", f"llm.parameters={sampling}", f"test_llm.parameters={sampling}"),
         *(f"actor.llm_max_rollouts={rollouts}", f"finetune.max_train_steps={UPDATES}", "finetune.seq_length=4096"),
-        *("eval.at_start=false", "eval.at_end=false", "finetune.rl.entropy_bonus=0.01", "weights.bucket_mb=128"),
+        *("eval.at_start=false", "eval.at_end=false", "finetune.rl.entropy_bonus=0.01"),
         *("finetune.learning_rate=1e-6", "vllm_config.vllm_kwargs.max_model_len=1024", "weights.timeout_s=120"),
     ]
     facts = dict(experiment("serving", machine, run_dir, options, limit_s, {}))

@@ -79,10 +79,17 @@ def test_role_command_gpus_count_within_the_launchers_own(gpus: tuple[int, ...],
 def test_trainer_on_its_own_gpus_takes_segments_that_grow_unless_the_user_says_otherwise() -> None:
     job = Job(name="finetune_0", kind="finetune", gpus=(0,))
     alone = world(job, accelerator="cuda")
-    assert role_command(job, alone, RUN, {}).env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert role_command(job, alone, RUN, {}).env["PYTORCH_ALLOC_CONF"].endswith(",expandable_segments:True")
     assert "PYTORCH_ALLOC_CONF" not in role_command(job, alone, RUN, {"PYTORCH_ALLOC_CONF": "x"}).env
     shared = msgspec.structs.replace(alone, share_devices=True)
-    assert "PYTORCH_ALLOC_CONF" not in role_command(job, shared, RUN, {}).env
+    assert "expandable_segments" not in role_command(job, shared, RUN, {}).env["PYTORCH_ALLOC_CONF"]
+
+
+def test_host_memory_is_page_locked_by_several_threads_where_there_are_gpus() -> None:
+    server = Job(name="actor_llm_0", kind="actor_llm", gpus=(0,))
+    on_gpu = role_command(server, world(server, accelerator="cuda"), RUN, {})
+    assert "pinned_num_register_threads" in on_gpu.env["PYTORCH_ALLOC_CONF"]
+    assert "PYTORCH_ALLOC_CONF" not in role_command(server, world(server, accelerator="cpu"), RUN, {}).env
 
 
 def test_both_ends_of_a_weight_transfer_between_nodes_use_the_nodes_interface() -> None:
