@@ -204,7 +204,7 @@ def tables():
         ctypes.string_at(page, 1)
 for _ in range(1 if {holder!r} == "page tables" else 8):
     if os.fork() == 0:
-        tables() if {holder!r} == "page tables" else hold()
+        held = tables() if {holder!r} == "page tables" else hold()
         time.sleep(600)
 time.sleep(600)
 """
@@ -420,6 +420,24 @@ async def test_cancelled_program_leaves_no_process(sandbox):
 def test_mode_that_does_not_hold_the_promise_is_refused(mode):
     with pytest.raises(ValueError, match="'root' or 'user'"):
         Sandbox(mode=mode)
+
+
+async def test_program_finds_what_a_script_finds(sandbox):
+    """The jail prepares the streams for all programs, and collects no garbage itself."""
+    code = """
+import gc, os, random, sys
+class Node: pass
+for _ in range(10_000):
+    node = Node(); node.own = node
+print(gc.isenabled(), gc.get_count()[0] < 10_000, callable(exit), "LD_BIND_NOW" in os.environ)
+print([stream.seekable() for stream in (sys.stdin, sys.stdout, sys.stderr)], sys.stdin is sys.__stdin__)
+print(sys.stdin.read(), sys.stdin.seek(0), sys.stdin.readline(), sys.stdin.encoding, sys.stdin.errors)
+print(random.random())
+"""
+    found = [await run(sandbox, code, "a\nb") for _ in range(2)]
+    expected = ["True True True False", "[True, False, False] True", "a", "b 0 a", " utf-8 surrogateescape"]
+    assert [outcome.stdout.splitlines()[:5] for outcome in found] == [expected] * 2, found
+    assert found[0].stdout != found[1].stdout
 
 
 async def test_ending_is_that_of_the_interpreter(sandbox):

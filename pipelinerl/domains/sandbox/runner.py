@@ -19,6 +19,7 @@ import base64
 import itertools
 import json
 import logging
+import marshal
 import os
 import re
 import secrets
@@ -71,7 +72,7 @@ together in mode ``user``, so that a fork bomb is felt by its neighbours."""
 START_S = 30.0
 GRACE_S = 10.0
 STOP_S = 5.0
-MAX_LINE = 1 << 30
+RECEIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +107,10 @@ class Jail:
 
     def __init__(self, mode: str):
         self._control, theirs = socket.socketpair()
-        command = [interpreter(), "-E", "-s", "-B", str(INSIDE / "jail.py"), mode, str(draw_uid()), *readable_paths()]
+        command = [interpreter(), "-E", "-S", "-B", str(INSIDE / "jail.py"), mode, str(draw_uid()), *readable_paths()]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["LD_BIND_NOW"] = "1"  # else every process writes into the call tables of its libraries
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -205,7 +207,8 @@ class Sandbox:
             limits["processes"] = self._user_processes()
         uid = FIRST_UID + next(self._uids) % NUM_UIDS
         specification = {"uid": uid, "code": code, "stdin": stdin, "limits": limits}
-        return json.dumps(specification).encode("utf-8", "surrogatepass")
+        content = marshal.dumps(specification)
+        return struct.pack("<Q", len(content)) + content
 
     def _user_processes(self) -> int:
         """The limit that the kernel gets where all programs are one user: it counts supervisor and init, too."""
@@ -218,27 +221,21 @@ class Sandbox:
         """One run, of which the program has ``left_s`` seconds."""
         if left_s <= 0:
             return TOO_LATE
+        loop, received = asyncio.get_running_loop(), bytearray()
         with (await self._started()).connect() as connection:
-            specification = self._specification(code, stdin, left_s)
-            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
-            started = False
             try:
                 async with asyncio.timeout(left_s + GRACE_S):
-                    writer.write(struct.pack("<Q", len(specification)) + specification)
-                    while line := await reader.readline():
-                        message = json.loads(line)
-                        if "started" not in message:
-                            return as_outcome(message)
-                        started = True
+                    await loop.sock_sendall(connection, self._specification(code, stdin, left_s))
+                    while chunk := await loop.sock_recv(connection, RECEIVE_BYTES):
+                        received += chunk
             except TimeoutError:
                 return TOO_LATE
             except ConnectionError as failure:
                 log.warning("event=supervisor_lost error=%s", failure)
-            finally:
-                writer.transport.abort()
-        if started:
-            return KILLED
-        raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
+        *lines, _ = received.split(b"\n")  # that it started, and how it ended
+        if not lines:
+            raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
+        return as_outcome(json.loads(lines[1])) if len(lines) > 1 else KILLED
 
 
 def kernel_release() -> tuple[int, int]:

@@ -5,12 +5,12 @@ Nothing in this process is trusted after `execute` begins, because the code may 
 
 import atexit
 import builtins
+import gc
 import io
 import os
 import resource
 import signal
 import sys
-import threading
 import types
 from collections.abc import Sequence
 
@@ -24,7 +24,6 @@ OWN_MODULES = ("__main__", "kernel", "memory_group", "program", "supervisor", "s
 
 def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, calls: CallFilter) -> None:
     """Irrevocably turns this process into a confined one with ``standard`` as its input, output and error output."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
@@ -60,7 +59,7 @@ def execute(code: str) -> None:
         sys.modules.pop(name, None)
     sys.modules["__main__"], sys.argv = main, [FILE]
     sys.path.insert(0, os.getcwd())
-    open_standard_streams()
+    gc.enable()
     status = 0
     try:
         exec(compile(code, FILE, "exec"), main.__dict__)
@@ -74,7 +73,14 @@ def execute(code: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """The standard streams on the new descriptors, as the interpreter opens them at its start."""
+    """Opens the standard streams as the interpreter does at its start, on what the descriptors are in a program.
+
+    The jail does it once for all programs. Whether a stream can seek is found out when it is opened.
+    """
+    kept = [os.dup(descriptor) for descriptor in range(3)]
+    inbox, (outlet, end) = os.memfd_create("stdin"), os.pipe()
+    for target, descriptor in enumerate((inbox, end, end)):
+        os.dup2(descriptor, target)
     streams = {
         "stdin": stream(0, "r", "surrogateescape"),
         "stdout": stream(1, "w", "surrogateescape"),
@@ -83,6 +89,10 @@ def open_standard_streams() -> None:
     for name, opened in streams.items():
         setattr(sys, name, opened)
         setattr(sys, f"__{name}__", opened)
+    for target, descriptor in enumerate(kept):
+        os.dup2(descriptor, target)
+    for descriptor in (*kept, inbox, outlet, end):
+        os.close(descriptor)
 
 
 def stream(descriptor: int, mode: str, errors: str, *, line_buffering: bool = False) -> io.TextIOWrapper:
@@ -102,7 +112,8 @@ def exit_status(leaving: SystemExit) -> int:
 def finish(main: types.ModuleType, status: int) -> int:
     """Does what the interpreter does at its end: waits for threads, calls exit handlers, closes files, flushes."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 — as the interpreter ends
+        if threading := sys.modules.get("threading"):
+            threading._shutdown()  # noqa: SLF001 — as the interpreter ends
         atexit._run_exitfuncs()  # noqa: SLF001 — os._exit runs no handlers
         main.__dict__.clear()
         sys.stdout.flush()

@@ -5,13 +5,14 @@ There are three processes. The supervisor stays outside the program's PID namesp
 *program* has its own namespaces for mounts, processes and network, its own count of processes, and an interpreter that
 has seen nothing but the jail's imports and this input. When the supervisor ends, its files are gone.
 
-Consumes the program, one input and the limits as JSON on the connection. Emits a JSON line when the program starts and
+Consumes the program, one input and the limits on the connection. Emits a JSON line when the program starts and
 one with its outcome. Ends then, or when the other side closes the connection.
 """
 
 import base64
 import contextlib
 import json
+import marshal
 import os
 import resource
 import select
@@ -19,7 +20,7 @@ import signal
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import program
 from kernel import (
@@ -31,6 +32,7 @@ from kernel import (
     MS_NOSUID,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    ignore,
     keep_capabilities,
     map_own_user,
     mount,
@@ -44,13 +46,13 @@ WORK = "/sandbox"
 WRITABLE = ("/tmp", WORK)
 MAX_STDERR = 8_192
 MAX_FILES = 16_384
+STARTED = b'{"started": true}\n'
 WATCH_S = 0.05
 PIPE_BYTES = 1 << 16
 """That a pipe holds. The program cannot enlarge it."""
 
 
-@dataclass(frozen=True)
-class JailSettings:
+class JailSettings(NamedTuple):
     """What a jail gives to its supervisors."""
 
     processes: int
@@ -72,26 +74,27 @@ class Closed(Exception):
 def supervise_program(connection: socket.socket, jail: JailSettings) -> None:
     """Makes the run that the connection asks for."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with contextlib.suppress(Closed, OSError):
+    try:
         specification = receive(connection)
         enter_namespaces(specification, jail)
         init = start_init()
         run = Run(connection, specification, jail, init)
         try:
-            send(connection, {"started": True})
+            connection.sendall(STARTED)
             outcome = run.run()
         finally:
             os.kill(init, signal.SIGKILL)
             os.waitpid(init, 0)
             run.close()
         send(connection, outcome)
+    except (Closed, OSError):
+        return
 
 
 def receive(connection: socket.socket) -> dict:
-    """The program and its limits: eight bytes of length, then JSON."""
+    """The program, its input and its limits: eight bytes of length, then what `marshal` wrote."""
     (length,) = struct.unpack("<Q", receive_bytes(connection, 8))
-    return json.loads(receive_bytes(connection, length).decode("utf-8", "surrogatepass"))
+    return marshal.loads(receive_bytes(connection, length))
 
 
 def receive_bytes(connection: socket.socket, count: int) -> bytes:
@@ -123,8 +126,15 @@ def enter_namespaces(specification: dict, jail: JailSettings) -> None:
     options = f"size={specification['limits']['disk_mb']}m,nr_inodes={MAX_FILES},mode=1777"
     for folder in WRITABLE:
         mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    with open(f"{WORK}/{program.FILE}", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(specification["code"])
+    file = os.open(f"{WORK}/{program.FILE}", os.O_WRONLY | os.O_CREAT, 0o644)
+    write(file, specification["code"])
+    os.close(file)
+
+
+def write(descriptor: int, text: str) -> None:
+    left = memoryview(text.encode("utf-8", "surrogatepass"))
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def start_init() -> int:
@@ -136,8 +146,8 @@ def start_init() -> int:
         os.setsid()
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         keep_capabilities()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        ignore(signal.SIGINT)
+        ignore(signal.SIGCHLD)
         while True:
             signal.pause()
     return pid
@@ -157,8 +167,7 @@ class Run:
         """``ended``: exited, signal, time, memory or output."""
         started = time.monotonic()
         inbox = os.memfd_create("stdin")
-        with open(inbox, "wb", closefd=False) as file:
-            file.write(self._specification["stdin"].encode("utf-8", "surrogatepass"))
+        write(inbox, self._specification["stdin"])
         os.lseek(inbox, 0, os.SEEK_SET)
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         pid = os.fork()

@@ -7,7 +7,7 @@ which a program has no use. What is left of sockets is ``socketpair`` with buffe
 
 import ctypes
 import errno
-import platform
+import os
 import struct
 
 from kernel import LIBC, PR_SET_NO_NEW_PRIVS, check, prctl
@@ -132,7 +132,7 @@ class CallFilter:
     """The compiled filter for this machine. Any number of processes can apply it."""
 
     def __init__(self) -> None:
-        program = filter_program(platform.machine())
+        program = filter_program(os.uname().machine)
         code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
         self._code = ctypes.create_string_buffer(code)
         self._header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code))
