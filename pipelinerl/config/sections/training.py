@@ -166,8 +166,8 @@ class FinetuneSection(Section):
     gradient_checkpointing: Literal["selective", "auto"] | bool = key(
         True,
         "recompute activations in the backward pass. `selective` keeps the results of matrix products and of "
-        "attention, and recomputes what lies between them: more memory, and nearly no time. Auto = false, selective or "
-        "true, the first with which the planned memory of the GPU is enough",
+        "attention, and recomputes what lies between them: more memory, and less to compute, but more work for Python. "
+        "Auto = false if the planned memory of the GPU is enough, else true",
         may_change=True,
     )
     compile: bool = key(
