@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
-from pipelinerl.chat.families import family_renderer
+from pipelinerl.chat import renderer_of
 from pipelinerl.chat.rendering import template_options
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
@@ -52,9 +52,8 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         reasoning_parser=section.reasoning_parser or "",
     )
     llm.load_tokenizer()
-    if section.renderer is not None:
-        family_renderer(llm.tokenizer, section.renderer, section.chat_template_kwargs)  # refused here, not in a rollout
     llm.chat_template_kwargs = template_options(section.chat_template, section.chat_template_kwargs, llm.tokenizer)
+    renderer_of(llm.tokenizer, llm.renderer).prepare(llm.chat_template_kwargs)  # refused here, not in a rollout
     return llm
 
 

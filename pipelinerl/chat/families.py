@@ -36,6 +36,10 @@ class FamilyRenderer(ChatRenderer):
         self._family = family
         self._made: dict[bytes, Renderer] = {}
 
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Makes the family's renderer. Raises ``ConfigError`` as ``family_renderer``."""
+        self._renderer(kwargs)
+
     def ids_between(
         self,
         prompt_ids: np.ndarray,

@@ -50,6 +50,9 @@ class ChatRenderer:
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._cached_bytes = 0
 
+    def prepare(self, kwargs: dict[str, Any]) -> None:
+        """Raises ``ConfigError`` if ``render`` would for these ``kwargs``. A template says so only when it renders."""
+
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a text that already contains its special tokens."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)

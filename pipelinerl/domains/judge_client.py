@@ -13,9 +13,9 @@ import os
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -39,6 +39,7 @@ from pipelinerl.domains.judge_prompt import (
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.verdicts import Verdict
 
+T = TypeVar("T")
 CHAT_PATH = "/v1/chat/completions"
 SERVED_NAME = "reference"
 """Name of the model of every server of the run beside the policy's."""
@@ -187,7 +188,7 @@ class JudgeClient:
             max_chars=self._judge.max_answer_chars,
             secret=self._secret,
         )
-        opinions = await asyncio.gather(*(self._vote(session, messages) for _ in range(self._judge.votes)))
+        opinions = await all_of(self._vote(session, messages) for _ in range(self._judge.votes))
         score = agreed([opinion.score for opinion in opinions], by_majority=self._judge.vote == "majority")
         return _verdict(score / self._judge.levels, best=1.0, detail=opinions[0].reason[:MAX_REASON_CHARS])
 
@@ -298,6 +299,16 @@ class JudgeClient:
                 "`judges.max_calls` allows"
             )
         self.num_calls += 1
+
+
+async def all_of(awaited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results in their order. If one fails, the others are cancelled, and its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class _RefusedError(VerifierError):

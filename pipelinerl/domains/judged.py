@@ -3,7 +3,6 @@
 Each judge's score is a metric of its name, which `finetune.rl.reward_weights` may name as a reward.
 """
 
-import asyncio
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.chat.continuation import spoken
 from pipelinerl.domains.columns import ANSWERS, answer_of, found_column, question_of
 from pipelinerl.domains.datasets import Problem, rows_of
-from pipelinerl.domains.judge_client import judge_of
+from pipelinerl.domains.judge_client import all_of, judge_of
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -70,8 +69,8 @@ async def generate_rollout(
     started = time.monotonic()
     call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, problem["task"])), session)
     answer = spoken(call.output.content or "")
-    verdicts = await asyncio.gather(
-        *(client.check(session, problem["task"], answer, problem.get("answer") or "") for client in clients)
+    verdicts = await all_of(
+        client.check(session, problem["task"], answer, problem.get("answer") or "") for client in clients
     )
     weights = OmegaConf.select(cfg, "finetune.rl.reward_weights") or dict.fromkeys(names, 1.0)
     said = [verdict for client, verdict in zip(clients, verdicts, strict=True) if client.kind == "chat"]

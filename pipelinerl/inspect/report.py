@@ -24,6 +24,7 @@ from pipelinerl.records.messages import (
     EvaluationMessage,
     SamplesProcessed,
     TrainerMessage,
+    TrainingResumed,
     WeightUpdateSuccess,
 )
 from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
@@ -108,7 +109,8 @@ def summarise(
 
     Args:
         actor_points: the actor's metrics.
-        wall_s: seconds of all launches of the run.
+        wall_s: seconds of all launches of the run that ended by themselves. The summary has the seconds of training
+            where they are more, as after a launch that was killed.
         phases: see `phases_of`.
     """
     steps = last_per_step(records.trainer)
@@ -142,7 +144,7 @@ def summarise(
         ),
         "tokens_trained_per_s": rate(trained, training_s),
         "training_s": training_s,
-        "wall_s": wall_s,
+        "wall_s": max(wall_s, training_s or 0.0),
         "phases": dict(phases or {}),
         "seed": seed,
     }
@@ -227,15 +229,27 @@ def last_per_step(messages: Iterable[TrainerMessage]) -> list[SamplesProcessed]:
 
 
 def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[EvaluationDone] = ()) -> float | None:
-    """Seconds from the first weights that servers held, or the end of their evaluation, to the last optimizer step."""
+    """Seconds in which a trainer trained. None if there were none.
+
+    Each of its processes counts from the first weights that servers held, or the end of their evaluation, to its last
+    optimizer step. What lies between two of them, such as the days before a run was resumed, does not count.
+    """
+    parts: list[list[TrainerMessage]] = [[]]
+    for message in messages:
+        if isinstance(message, TrainingResumed):
+            parts.append([])
+        parts[-1].append(message)
+    return sum(_process_seconds(part, evaluations) for part in parts) or None
+
+
+def _process_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[EvaluationDone]) -> float:
     updates = [m for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
     ends = [m.timestamp for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
     if not updates or not ends:
-        return None
+        return 0.0
     first = min(updates, key=lambda update: update.timestamp)
     evaluated = [e.timestamp for e in evaluations if e.version == first.version and e.timestamp < max(ends)]
-    start = max([first.timestamp, *evaluated])
-    return max(ends) - start if max(ends) > start else None
+    return max(0.0, max(ends) - max([first.timestamp, *evaluated]))
 
 
 def percentile(counts: Counter[int], percent: float) -> int | None:

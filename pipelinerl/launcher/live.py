@@ -143,6 +143,8 @@ def describe_run(
         parts = [f"starting, {now - since:.0f} s", *causes]
     elif not step and (causes := [what_starts(name, s, now) for name, s in statuses.items() if waits_for_server(s)]):
         parts = [f"first weights, {now - since:.0f} s", *causes]
+    elif not step and any(is_trainer(name) and not status.waits for name, status in statuses.items()):
+        parts = [f"first optimizer step, {now - since:.0f} s"]
     elif not step:
         parts = [f"first rollouts, {now - since:.0f} s", *first_answers(metrics, statuses)]
     else:

@@ -1,12 +1,14 @@
 """The chat template that `llm.chat_template` names, and the family that `llm.renderer` does."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import AddedToken
 
 from pipelinerl.actor.setup import make_llm
 from pipelinerl.chat import renderer_of
+from pipelinerl.chat.families import family_renderer
 from pipelinerl.chat.rendering import chosen_template
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
@@ -37,9 +39,13 @@ def test_family_that_renders_is_the_models_and_must_fit_its_tokenizer(
     tokenizer.save_pretrained(tmp_path)
     settings = [f"model_path={tmp_path}", f"output_dir={tmp_path}"]
     cfg = parse(compose("base_cpu", [*settings, "llm.renderer=qwen3", "test_llm.renderer=kimi-k2"]))
+    made = Mock(side_effect=family_renderer)
+    monkeypatch.setattr("pipelinerl.chat.families.family_renderer", made)
     llm = make_llm(cfg, cfg.llm)
-    assert renderer_of(llm.tokenizer, llm.renderer).render([{"role": "user", "content": "hi"}], None, {}).text == (
+    renderer = renderer_of(llm.tokenizer, llm.renderer)
+    assert renderer.render([{"role": "user", "content": "hi"}], None, llm.chat_template_kwargs).text == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
+    assert made.call_count == 1
     with pytest.raises(ConfigError, match=says("llm.renderer", "kimi-k2", "<|im_user|>")):
         make_llm(cfg, cfg.test_llm)

@@ -23,7 +23,7 @@ from benchmarks.hostile_answers import (
     scripted,
 )
 from pipelinerl.config.sections import JudgeSection
-from pipelinerl.domains.judge_client import JudgeClient, address_of, agreed, judge_of
+from pipelinerl.domains.judge_client import JudgeClient, address_of, agreed, all_of, judge_of
 from pipelinerl.domains.judge_prompt import judge_messages, mark_of, read_opinion, without_control_tokens
 from pipelinerl.domains.judged import generate_rollout, load_problems
 from pipelinerl.errors import DomainError, VerifierError
@@ -360,6 +360,33 @@ async def test_judged_domain_reports_every_judge_and_weighs_them(tmp_path: Any, 
             assert found["reward"] == pytest.approx(score + 0.15)
         with pytest.raises(DomainError, match=says("'wit'", "'style'")):
             judge_of(OmegaConf.create(cfg), "wit")
+
+
+async def test_judge_that_fails_ends_what_the_others_are_asked(session: aiohttp.ClientSession) -> None:
+    """Each judge is asked for two votes. The first vote of one fails when the other three are under way."""
+    asked, given_up = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def say(number: int, fails: bool) -> Any:
+        if fails and number == 1:
+            for _ in range(3):
+                await asked.acquire()
+            return 401, "no"
+        asked.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.release()
+
+    async with (
+        Server(lambda number, _: say(number, True), cancels=True) as failing,
+        Server(lambda number, _: say(number, False), cancels=True) as other,
+        asyncio.timeout(60),
+    ):
+        judges = [client(server.url, votes=2, temperature=1.0) for server in (failing, other)]
+        with pytest.raises(DomainError, match="401"):
+            await all_of(judge.check(session, "Q", "A") for judge in judges)
+        for _ in range(3):
+            await given_up.acquire()
 
 
 async def test_hostile_answers_flip_no_verdict_more_often_than_the_judge_does_itself() -> None:

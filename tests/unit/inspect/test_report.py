@@ -18,6 +18,7 @@ from pipelinerl.records import (
     RolloutGroup,
     SamplesProcessed,
     TrainingDone,
+    TrainingResumed,
     TrainingSequence,
     WeightUpdateSuccess,
 )
@@ -96,6 +97,17 @@ def test_summarise_figures_by_hand(records: report.RunRecords) -> None:
     assert summary["tokens_trained_per_s"] == pytest.approx(400 / 5)
     assert (summary["aborted_requests"], summary["wall_s"], summary["seed"]) == (2, 9.0, 7)
     json.dumps(summary)
+
+
+def test_summarise_training_of_a_resumed_run_is_that_of_its_processes(records: report.RunRecords) -> None:
+    """5 s before, then from 1,000 to 1,003 with an evaluation of the loaded version until 1,001."""
+    resumed = TrainingResumed(step=2, repeated=0, samples_processed=128)
+    again = WeightUpdateSuccess(version=2, servers=("s",), timestamp=1000.0)
+    records.trainer += [resumed, again, processed(3, 1003.0, tokens=50.0)]
+    assert report.summarise(records, [], wall_s=20.0, seed=0)["training_s"] == 8.0
+    records.evaluations.append(msgspec.structs.replace(evaluation(2, 0.9), timestamp=1001.0))
+    summary = report.summarise(records, [], wall_s=4.0, seed=0)
+    assert (summary["training_s"], summary["wall_s"]) == (7.0, 7.0), "the first launch was killed and has no summary"
 
 
 def test_summarise_groups_that_were_deleted_are_counted_by_the_actor(records: report.RunRecords) -> None:

@@ -71,6 +71,12 @@ def test_first_rollouts_are_counted() -> None:
     assert line(role("actor_0"), metrics={"rollouts": 64}) == "first rollouts, 12 s  64 rollouts"
 
 
+def test_first_step_is_named_while_the_trainer_computes_it() -> None:
+    data = Wait(what="micro-batches of step 1", on="preprocessor_0", since=NOW - 4)
+    assert line(role("finetune_0", waits=(data,)), metrics={"rollouts": 64}) == "first rollouts, 12 s  64 rollouts"
+    assert line(role("finetune_0"), metrics={"rollouts": 64}) == "first optimizer step, 12 s"
+
+
 def test_first_answers_are_counted_with_the_longest_and_who_samples_them() -> None:
     metrics = {
         "rollouts": 0,
