@@ -2,9 +2,9 @@
 
     python -m benchmarks.router_replay --out benchmarks/router_replay.json
 
-vLLM reports the experts that it chose only on GPUs, so the server is stood in for by the model in bfloat16, which
-samples nothing but scores given tokens. The trainer computes in float32 or under bfloat16 autocast from the float32
-weights, whose rounded values the server has. Its scores of experts differ by rounding, so it chooses some others.
+The server is stood in for by the model in bfloat16, which samples nothing but scores given tokens. The trainer computes
+in float32 or under bfloat16 autocast from the float32 weights, whose rounded values the server has. Its scores of
+experts differ by rounding, so it chooses some others.
 """
 
 import argparse

@@ -28,6 +28,7 @@ from pipelinerl.config.servers import (
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
+from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE
 from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.network import listen_address
@@ -105,7 +106,8 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
         CHILD_VARIABLE: "1",
     }
     if cfg.finetune.router_replay and job.kind == "actor_llm":
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that reports the experts it chose
+        runner = {RECORD_VARIABLE: "1"} if world.accelerator == "cpu" else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        env |= runner  # vLLM's V2 reports the experts that it chose, and on CPU ours does
     if world.is_open:
         env[STRANGERS_VARIABLE] = "1"
     if job.kind == "preprocessor_llm":

@@ -213,10 +213,6 @@ def experts(start: Start) -> list[str]:
             f"`finetune.expert_ranks` is {dividing}, which does not divide the {shape.experts} experts of "
             f"{config.model_path}: set it to a divisor of them, or to null"
         )
-    if config.finetune.router_replay and start.world.accelerator == "cpu":
-        raise ConfigError(
-            "`finetune.router_replay` is true, but vLLM reports the experts that it chose only on GPUs: set it to false"
-        )
     if parallel and int(options.get("tensor-parallel-size") or 1) == 1:
         return [f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL} has no effect with tensor-parallel-size=1"]
     return []

@@ -1,9 +1,10 @@
-"""Mixtures of experts on a real vLLM server: updates land in its fused experts."""
+"""Mixtures of experts on a real vLLM server: updates land in its fused experts, and it reports whom it chose."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,7 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.export import exported_parameters
+from pipelinerl.finetune.model import decoder_layers
+from pipelinerl.records import MicroBatch, topics
 from pipelinerl.records.answers import Completion
+from pipelinerl.records.batches import NOT_ROUTED
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
+from pipelinerl.tiny_model import build
+from tests.launches import run_experiment
 from tests.sender_kit import Senders
 from tests.served import Served, engine_of, largest_error, sample, weight_check
 
@@ -45,6 +52,69 @@ def served(request: Any, serving: Any, tmp_path_factory: pytest.TempPathFactory)
     engine = engine_of(lm, folder / "model", serving)
     with serving.running(folder / "run", folder / "model") as server:
         yield Served(server, engine)
+
+
+@torch.no_grad()
+def chosen_experts(lm: Any, token_ids: list[int]) -> torch.Tensor:
+    """The experts of every token but the last in every layer, sorted, [T − 1, layers, experts per token]."""
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2]))
+        for layer in decoder_layers(lm)
+    ]
+    lm(torch.tensor([token_ids[:-1]]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).sort(dim=-1).values
+
+
+def test_server_reports_the_experts_that_a_forward_pass_chooses(serving: Any, tmp_path: Path) -> None:
+    """Prompts are computed in pieces of 96 tokens, and the later ones are found in the cache but for their end."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **(SHARED | MODELS["qwen3_moe"]))
+    engine = engine_of(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "model", serving)
+    prompts = [list(range(40, 240)), list(range(40, 200)) + list(range(20, 60)), list(range(40, 240)), PROMPT]
+    overrides = ("finetune.router_replay=true", "vllm_config.vllm_kwargs.max-num-batched-tokens=96")
+    with serving.running(tmp_path / "run", tmp_path / "model", overrides=overrides) as server:
+        for prompt in prompts:
+            for completion in sample(server.job.url, prompt, 30, n=3):
+                ids = [*prompt, *completion.token_ids.tolist()]
+                assert completion.routed_experts is not None
+                reported = torch.from_numpy(completion.routed_experts.astype(int)).view(len(ids) - 1, 2, 2)
+                assert torch.equal(reported.sort(dim=-1).values, chosen_experts(engine.policy.lm, ids))
+
+
+@pytest.mark.timeout(600)
+def test_trainer_gets_the_experts_that_the_server_chose(tmp_path: Path) -> None:
+    """A whole run, in which no weight changes by more than its rounding."""
+    model = build(tmp_path / "model", "largest", 0, {"max_number": 30})
+    words = AutoConfig.from_pretrained(model)
+    special = {name: getattr(words, name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **(SHARED | MODELS["qwen3_moe"] | special))
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lm.save_pretrained(model)
+    run_dir = tmp_path / "run"
+    overrides = (
+        "tiny_model=null",
+        f"model_path={model}",
+        "finetune.router_replay=true",
+        "finetune.learning_rate=1e-12",
+    )
+    sizes = ("finetune.max_train_steps=2", "eval.at_start=false", "eval.at_end=false")
+    run_experiment("quickstart", run_dir, *overrides, *sizes, timeout_s=540)
+    set_streams_backend("files")
+    with open_reader(SingleStreamSpec(run_dir, topics.TRAINING_DATA), MicroBatch, name=None) as reader:
+        batches = [batch for _, batch in reader.read_all() if batch.step < 2]
+    assert {batch.step for batch in batches} == {0, 1}
+    for batch in batches:
+        assert batch.routed_experts is not None
+        places = np.cumsum(batch.segment_lengths)[:-1]
+        ids, routed = np.split(batch.token_ids, places), np.split(batch.routed_experts, places)
+        for ids_T, routed_T in zip(ids, routed, strict=True):
+            reported = torch.from_numpy(routed_T[:-1].astype(int)).view(-1, 2, 2).sort(dim=-1).values
+            assert torch.equal(reported, chosen_experts(lm, ids_T.tolist()))
+            assert (routed_T[-1] == NOT_ROUTED).all()
 
 
 def error_of(engine: ReplicatedEngine, completion: Completion) -> float:

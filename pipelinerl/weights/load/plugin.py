@@ -1,8 +1,8 @@
 """Entry point ``vllm.general_plugins``, which runs first in every process of a vLLM server.
 
 It registers our staged weight-transfer engine with vLLM. In OUR servers it also chooses the product of small layers on
-CPU, and ties the processes to their parent. Without that, an API process killed with SIGKILL would leave its engine
-running with its memory and cores.
+CPU, has experts recorded there if the run replays them, and ties the processes to their parent. Without that, an API
+process killed with SIGKILL would leave its engine running with its memory and cores.
 """
 
 import multiprocessing
@@ -19,11 +19,14 @@ def register() -> None:
     """Registers the engine once per process, because vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE, record_experts_on_cpu
     from pipelinerl.weights.load.small_layers import multiply_small_layers_plainly
     from pipelinerl.world.process import die_with_parent
 
     if os.environ.get(CHILD_VARIABLE):
         multiply_small_layers_plainly()
+        if os.environ.get(RECORD_VARIABLE):
+            record_experts_on_cpu()
         if multiprocessing.parent_process() is not None:
             die_with_parent(signal.SIGKILL)
     if ENGINE not in WeightTransferEngineFactory._registry:  # noqa: SLF001 — vLLM refuses a second registration

@@ -125,6 +125,15 @@ def test_eager_servers_on_cpu_compile_nothing() -> None:
     assert "TORCH_COMPILE_DISABLE" not in vllm_environment(config(), world("cuda"), POLICY)
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_policy_whose_routing_is_replayed_reports_it(accelerator: str) -> None:
+    cfg = config("finetune.router_replay=true")
+    env = vllm_environment(cfg, world(accelerator), POLICY)
+    assert "--enable-return-routed-experts" in vllm_arguments(cfg, world(accelerator), POLICY)
+    recorders = {"cpu": "PIPELINERL_RECORD_EXPERTS", "cuda": "VLLM_USE_V2_MODEL_RUNNER"}
+    assert [where for where, name in recorders.items() if name in env] == [accelerator]
+
+
 def test_tensor_parallel_on_cpu_splits_cores_and_keeps_vllms_executor() -> None:
     cfg = config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
     job = Job(name="actor_llm_0", kind="actor_llm", port=1, cores=(2, 3, 4, 5))
