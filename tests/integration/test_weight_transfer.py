@@ -278,6 +278,37 @@ def test_weights_that_the_model_refuses_leave_old_ones_live_and_the_server_out_o
     assert server.label == "0"
 
 
+def test_updates_end_with_the_servers_words_when_all_of_them_refuse_for_too_long(
+    start_model_server: Any, make_sender: Any
+) -> None:
+    """One that goes on taking updates is enough."""
+    from pipelinerl.errors import WeightUpdateError
+
+    refusing = {"actor_llm_0"}
+
+    def refuse_as(name: str) -> Any:
+        def refuse(layout: Any) -> None:
+            if name in refusing:
+                raise WeightUpdateError("mapping of buffer object failed")
+
+        return refuse
+
+    names = ("actor_llm_0", "actor_llm_1")
+    servers = [start_model_server(name, refuse=refuse_as(name)) for name in names]
+    sender = make_sender(*servers, patience_s=0.5).sender
+    weights = params(0)
+    specs = tuple(spec_of(name, weight) for name, weight in weights.items())
+    sender.send(0, weights.items(), specs)
+    began = time.monotonic()
+    assert sender.wait_live(0, 60)
+    wait_for(lambda: time.monotonic() - began > 1.0 and "mapping" in sender.outcomes["actor_llm_0"].error)
+    sender.check()
+    refusing.add("actor_llm_1")
+    sender.send(1, weights.items(), specs)
+    with pytest.raises(WeightUpdateError, match=says("no server has taken an update for 0.5 s", "actor_llm_1")):
+        sender.wait_live(1, 60)
+
+
 def test_server_that_is_down_costs_no_time(start_model_server: Any, make_sender: Any) -> None:
     up, down = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
     senders = make_sender(up, down)

@@ -72,6 +72,8 @@ class SenderSettings:
     """A server that has not taken an update within this time leaves service."""
     stall_s: float = 5.0
     """A worker leaves a source that has sent no byte for so long."""
+    patience_s: float = 600.0
+    """The updates end with an error if every server has refused them for so long."""
     host: str = "127.0.0.1"
     """The name under which servers reach this process."""
     port: int = 0

@@ -107,6 +107,7 @@ class WeightSender:
 
         Raises:
             ServersExpelledError: no server is left.
+            WeightUpdateError: every server refuses updates, or another error.
         """
         self._loop.check()
 
@@ -229,6 +230,7 @@ class WeightSender:
     async def _bring_up_to_date(self) -> None:
         """Updates members, offers and announcements after any event."""
         await self._pool.follow()
+        self._pool.check_refusals(self._settings.patience_s)
         if self._taking.acquire(blocking=False):  # else ``send`` wakes the loop when it has the snapshot
             try:
                 if self._pending_version is not None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from dataclasses import dataclass, field
 
 import httpx
@@ -63,6 +64,8 @@ class ServerClient:
     ended: int = 0
     """Number of ended updates. The result of a probe that began before an update ended is ignored."""
     last: "UpdateOutcome | None" = None
+    refused_at: float | None = None
+    """When it began to refuse updates, by `time.monotonic`. None = it took the last one, or does not answer."""
 
     @property
     def name(self) -> str:
@@ -86,13 +89,14 @@ class ServerClient:
         self.ended += 1
         if outcome.answer is not None:
             self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
-            self.is_suspect = False
+            self.is_suspect, self.refused_at = False, None
         elif HELD_UP in outcome.error:
             self.is_suspect = True
             log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
         elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
             if OWN_LINK in outcome.error:
                 self.standing.fail(self.name)
+            self.refused_at = time.monotonic() if self.refused_at is None else self.refused_at
             log.error(
                 "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error
             )

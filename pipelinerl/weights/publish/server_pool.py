@@ -5,11 +5,13 @@ A server that died or lost its weights (restarted) leaves service. A server that
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
 
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.weights.publish.server_client import GONE, ServerClient
 from pipelinerl.weights.verify.checker import FROM_FILE, WeightChecker
@@ -77,6 +79,18 @@ class ServerPool:
         """Versions that servers are fetching, as `WeightInfo.reading`."""
         return frozenset(self._infos[name].reading for name in self._clients if name in self._infos)
 
+    def check_refusals(self, patience_s: float) -> None:
+        """Raises an error if every server of the policy answers, but has taken no update for ``patience_s``.
+
+        Raises:
+            WeightUpdateError: names the servers and what they said last.
+        """
+        clients, now = [client for client in self if client.is_policy], time.monotonic()
+        refused = [client for client in clients if client.refused_at and now - client.refused_at > patience_s]
+        if refused and len(refused) == len(clients):
+            said = "; ".join(client.last.error for client in refused if client.last is not None)
+            raise WeightUpdateError(f"no server has taken an update for {patience_s:g} s: {said[:1000]}")
+
     def refuse(self, name: str) -> None:
         """Does not believe a server that it serves what it served last."""
         if name in self._infos:
@@ -137,7 +151,7 @@ class ServerPool:
             if self._fetching is not None:
                 self._record_version(client, self._fetching.version(info.serving), info.serving)
         else:
-            client.is_up, client.is_suspect = False, True
+            client.is_up, client.is_suspect, client.refused_at = False, True, None
         if (client.is_up, client.serves) != before:
             self._changed()
 
