@@ -246,7 +246,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
         bucket_bytes=int(weights.bucket_mb * 2**20),
         timeout_s=weights.timeout_s,
         stall_s=weights.stall_s,
-        patience_s=ctx.cfg.launcher.hang_timeout_s,
+        patience_s=ctx.cfg.launcher.hang_timeout_s / 2,  # before the launcher blames a role that waits
         host=ctx.job.hostname,
         port=ctx.world.weight_port if engine.rank == 0 else 0,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
