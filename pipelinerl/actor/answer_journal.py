@@ -332,7 +332,7 @@ def _recorded(
             version_spans=tokens.version_spans,
             finish_reason=tokens.finish_reason,
             cached_tokens=tokens.cached_tokens,
-            routed_experts=tokens.routed_experts,
+            routed_experts=tokens.routed_experts,  # trained with the answer, where routing is replayed
         ),
         prompt_ids=tokens.prompt_ids if request.images else None,
         image_spans=tokens.image_spans,

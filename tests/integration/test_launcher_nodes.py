@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,8 +21,6 @@ SECRET = "a-secret-that-both-nodes-share"
 DEADLINE_S = 200.0
 NODE_TIMEOUT_S = 60.0
 """Longer than a launcher on a loaded machine gets no CPU."""
-LOSS_S = 20.0
-"""The same where a test waits for it."""
 needs_redis = pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server")
 STORES = ["files", pytest.param("redis", marks=needs_redis)]
 
@@ -35,7 +34,7 @@ class Nodes:
     """Launchers on loopback addresses, with a shared run folder."""
 
     def __init__(self, folder: Path):
-        self.folder, self.num_nodes, self.node_timeout_s = folder, 2, NODE_TIMEOUT_S
+        self.folder, self.num_nodes = folder, 2
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """The newest of each rank."""
         (folder / "model").mkdir()
@@ -60,7 +59,7 @@ class Nodes:
             f"world.actor_fraction={self.num_nodes - 1}",
             "world.finetune_fraction=1",
             f"world.run_id={self.folder}",
-            f"launcher.node_timeout_s={self.node_timeout_s}",
+            f"launcher.node_timeout_s={NODE_TIMEOUT_S}",
             "launcher.startup_timeout_s=190",
             *arguments,
         ]
@@ -98,6 +97,17 @@ class Nodes:
     def has_started(self, job: str) -> bool:
         started = self.run / "environment.jsonl"
         return started.exists() and f'"job": "{job}"' in started.read_text()
+
+    def lose(self, rank: int, number: signal.Signals) -> None:
+        """Ends or stops a launcher. Its silence counts as its loss after a second from now on, and no stall before."""
+        process = self.processes[rank]
+        process.send_signal(number)
+        gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        self.wait_until(lambda: psutil.Process(process.pid).status() in gone, "the signal")
+        store = FolderStore(self.run)
+        lease = store.leases()[f"launcher_{rank}"]
+        assert lease.ttl_s == NODE_TIMEOUT_S
+        store.overwrite(msgspec.structs.replace(lease, sequence=lease.sequence + 1, ttl_s=1.0))
 
     def let_end(self) -> None:
         """Let trainers with the behaviour `held` go on."""
@@ -145,14 +155,13 @@ def test_nodes_run_together_to_the_end(nodes: Nodes, streams: str) -> None:
     ],
 )
 def test_nodes_loss_is_seen_by_the_other_in_time(nodes: Nodes, victim: int, number: signal.Signals) -> None:
-    nodes.node_timeout_s = LOSS_S
     nodes.start_all(finetune="endless")
     nodes.wait_for(0, "evaluation of version 0")
     nodes.wait_for(0, "is here")
-    nodes.processes[victim].send_signal(number)
+    nodes.lose(victim, number)
     other = 1 - victim
     assert nodes.processes[other].wait(timeout=DEADLINE_S) == 1
-    told = f"node {victim} ({host(victim)}) has been silent for {LOSS_S:g} s (launcher.node_timeout_s)"
+    told = f"node {victim} ({host(victim)}) has been silent for {NODE_TIMEOUT_S:g} s (launcher.node_timeout_s)"
     assert f"the run failed: {told}" in nodes.output(other)
 
 
@@ -270,12 +279,15 @@ def test_nodes_that_never_come_are_named(nodes: Nodes, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_run_goes_on_without_servers_and_takes_them_back(nodes: Nodes, number: signal.Signals) -> None:
-    nodes.num_nodes, nodes.node_timeout_s = 3, LOSS_S
+    nodes.num_nodes = 3
     nodes.start_all(finetune="held")
     for rank in (1, 2):
         nodes.wait_for(0, f"node {rank} ({host(rank)}) is here")
     nodes.wait_until(lambda: nodes.has_started("actor_llm_1"), "the server")
-    nodes.processes[1].send_signal(number)
+    if number == signal.SIGKILL:
+        nodes.lose(1, number)
+    else:
+        nodes.processes[1].send_signal(number)
     assert nodes.processes[1].wait(timeout=DEADLINE_S) == (-9 if number == signal.SIGKILL else 143)
     nodes.wait_for(0, "the run goes on without actor_llm_1, and the same command there brings it back")
     nodes.start(1, finetune="held")
@@ -286,10 +298,10 @@ def test_nodes_run_goes_on_without_servers_and_takes_them_back(nodes: Nodes, num
 
 @pytest.mark.slow
 def test_nodes_with_a_trainer_end_all_when_they_are_lost(nodes: Nodes) -> None:
-    nodes.num_nodes, nodes.node_timeout_s = 3, LOSS_S
+    nodes.num_nodes = 3
     nodes.start_all(finetune="held")
     nodes.wait_for(0, "node 2 (127.0.0.4) is here")
-    nodes.processes[2].kill()
+    nodes.lose(2, signal.SIGKILL)
     assert nodes.wait() == [1, 1, -9], nodes.outputs()
     assert all("node 2 (127.0.0.4) has been silent" in nodes.output(rank) for rank in (0, 1))
 
