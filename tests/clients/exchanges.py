@@ -23,7 +23,7 @@ from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.agents import RecordedAgent, record_agent
 from pipelinerl.agents.run import agent_environment
 from pipelinerl.testing import FakeLLM
-from tests.clients.programs import FOLDER, PROGRAMS, QUESTION, Program
+from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, QUESTION, Program
 
 RECORDED = FOLDER / "recorded"
 ID = re.compile(r"\b(chatcmpl-|msg_|resp_|rs_|fc_)([0-9a-f]{24})\b")
@@ -94,7 +94,9 @@ async def play(program: Program, folder: Path) -> dict[str, Any]:
         async with tapped(agent, session) as (url, seen):
             addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
             process = await asyncio.create_subprocess_exec(
-                *program.command_line(QUESTION),
+                str(PYTHON),
+                "-E",
+                *program.arguments(QUESTION),
                 env=agent_environment(os.environ, agent, program.variables(folder) | addresses),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

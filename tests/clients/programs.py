@@ -29,6 +29,7 @@ class Program:
     Attributes:
         package: its name on the package index.
         command: what Python of the clients' environment runs. The question is on standard input, or for ``QUESTION``.
+        imports: modules that take long to import, which a training imports once (``forks.py``).
         tool: that the model calls to answer.
         answers: of the model, by how many it gave before in the same conversation.
         env: further variables.
@@ -36,6 +37,7 @@ class Program:
 
     package: str
     command: tuple[str, ...]
+    imports: tuple[str, ...]
     tool: str = "submit"
     answers: tuple[str, ...] = (TWO, THIRD, "It is 30.")
     env: dict[str, str] = field(default_factory=dict)
@@ -46,8 +48,8 @@ class Program:
             return "Plausible."
         return self.answers[prompt.count("<|im_start|>assistant\n") - 1]
 
-    def command_line(self, question: str) -> list[str]:
-        return [str(PYTHON), "-E", *(question if part == QUESTION else part for part in self.command)]
+    def arguments(self, question: str) -> list[str]:
+        return [question if part == QUESTION else part for part in self.command]
 
     def variables(self, home: Path) -> dict[str, str]:
         """Its environment variables besides those of the endpoint. No client may call home, nor see this one."""
@@ -55,20 +57,21 @@ class Program:
         return {"HOME": str(home), "XDG_CONFIG_HOME": str(home), **quiet, **self.env}
 
 
-def script(name: str, package: str, *apis: str, **fields: object) -> dict[str, Program]:
+def script(name: str, package: str, *apis: str, imports: tuple[str, ...], **fields: object) -> dict[str, Program]:
     """A program of this folder with each of the APIs, streamed and not."""
     found = {}
     for api in apis:
         for stream in ((), ("--stream",)):
             command = (str(FOLDER / f"{name}.py"), "--api", api, *stream)
             found["-".join((package, api, *(("stream",) if stream else ())))] = Program(
-                package=package, command=command, **fields
+                package=package, command=command, imports=imports, **fields
             )
     return found
 
 
 MINI = Program(
     package="mini-swe-agent",
+    imports=("minisweagent.run.mini", "minisweagent.models.litellm_model"),
     tool="bash",
     command=(
         *("-m", "minisweagent.run.mini", "-m", "openai/policy", "-t", QUESTION),
@@ -86,11 +89,23 @@ PROGRAMS: dict[str, Program] = {
         "agents_sdk",
         "openai-agents",
         *("chat", "responses"),
+        imports=("agents", "openai"),
         answers=(TWO + called("ask_critic", input="5 or 18?"), THIRD, "It is 30."),
     ),
-    **script("pydantic_agent", "pydantic-ai-slim", "chat", "responses", "messages"),
-    **script("graph", "langgraph", "chat", "responses"),
-    **script("smol", "smolagents", "chat", answers=(TWO, THIRD, called("final_answer", answer="30"))),
-    **script("lite", "litellm", "chat", "responses", "messages"),
+    **script(
+        "pydantic_agent",
+        "pydantic-ai-slim",
+        *("chat", "responses", "messages"),
+        imports=("pydantic_ai", "pydantic_ai.models.anthropic", "pydantic_ai.models.openai"),
+    ),
+    **script("graph", "langgraph", "chat", "responses", imports=("langchain_openai", "langgraph.prebuilt")),
+    **script(
+        "smol",
+        "smolagents",
+        "chat",
+        imports=("smolagents",),
+        answers=(TWO, THIRD, called("final_answer", answer="30")),
+    ),
+    **script("lite", "litellm", "chat", "responses", "messages", imports=("litellm",)),
     "mini-swe-agent-chat": MINI,
 }

@@ -1,7 +1,13 @@
 """A domain: a client answers the quickstart's questions. Each rollout is a process of the clients' environment."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,7 @@ from pipelinerl.domains.largest_agent.rollouts import reward_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.tiny_model.recipes import SUBMIT, Messages, Recipe, Shape, largest_agent
-from tests.clients.programs import PROGRAMS
+from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, Program
 
 BASH = (
     '<tool_call>{"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo ',
@@ -42,8 +48,33 @@ def recipe(program: str, max_number: int = 30, steps: int = 300) -> Recipe:
     return replace(made, tags=BASH, conversation=conversation)
 
 
-def load_problems(dataset_names: list[str], program: str, **params: Any) -> list[dict[str, Any]]:
-    return [problem | {"program": program} for problem in largest.load_problems(dataset_names, **params)]
+FORKS = str(FOLDER / "forks.py")
+
+
+@contextmanager
+def forks_of(program: Program) -> Iterator[str]:
+    """A process that has imported the client, from which those of the rollouts are forked: the path of its socket."""
+    with tempfile.TemporaryDirectory() as home:
+        path = f"{home}/socket"
+        server = subprocess.Popen(
+            [PYTHON, "-E", FORKS, "serve", path, *program.imports],
+            env=program.variables(Path(home)) | {"PATH": home},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert server.stdout is not None
+        try:
+            assert server.stdout.readline() == b"ready\n"
+            yield path
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.communicate()
+
+
+def load_problems(dataset_names: list[str], program: str, forks: str, **params: Any) -> list[dict[str, Any]]:
+    """The quickstart's problems, for a client (key of ``PROGRAMS``) and the socket of ``forks_of``."""
+    added = {"program": program, "forks": forks}
+    return [problem | added for problem in largest.load_problems(dataset_names, **params)]
 
 
 async def generate_rollout(
@@ -61,7 +92,7 @@ async def generate_rollout(
         return await run_agent_process(
             llm,
             session,
-            program.command_line(problem["question"]),
+            [sys.executable, "-I", "-S", FORKS, "run", problem["forks"], *program.arguments(problem["question"])],
             judge,
             stdin=problem["question"],
             env=program.variables(Path(home)) | {"PATH": home},

@@ -12,7 +12,7 @@ from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 from tests.clients.exchanges import RECORDED, play, replay
 from tests.clients.programs import PROGRAMS, PYTHON
-from tests.clients.training import POSITIONS
+from tests.clients.training import POSITIONS, forks_of
 from tests.launches import run_experiment
 
 
@@ -23,7 +23,7 @@ async def test_recorded_exchange_is_answered_and_trained_as_it_was(name: str) ->
 
 
 needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make clients`")
-STEPS, BATCH = 5, 4
+STEPS, BATCH = 5, 2
 RUN_TIMEOUT_S = 1500
 
 
@@ -35,33 +35,42 @@ async def test_client_says_what_was_recorded(name: str, tmp_path: Path) -> None:
     assert await play(PROGRAMS[name], tmp_path) == recording
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first training that calls a tool builds the model, and the others find it."""
+    return tmp_path_factory.mktemp("models")
+
+
 @needs_clients
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path) -> None:
+def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path, models: Path) -> None:
     """The servers are real. The client is a process of its own environment in every rollout."""
     run_dir = tmp_path / "run"
-    run_experiment(
-        "quickstart_agent",
-        run_dir,
-        "dataset_loader=tests.clients.training.load_problems",
-        f"+dataset_loader_params.program={name}",
-        "dataset_loader_params.num_test_problems=2",
-        "actor.rollout_policy=tests.clients.training.generate_rollout",
-        "tiny_model.recipe=tests.clients.training.recipe",
-        f"+tiny_model.params.program={name}",
-        f"vllm_config.vllm_kwargs.max_model_len={POSITIONS}",
-        f"finetune.seq_length={POSITIONS}",
-        f"finetune.max_train_steps={STEPS}",
-        f"finetune.gradient_accumulation_passes={BATCH}",
-        "attempts=2",
-        "max_lag_steps=1",
-        "actor.rollout_timeout_s=600",
-        "launcher.hang_timeout_s=600",
-        "launcher.startup_timeout_s=900",  # a busy machine took more than 300 s to import vLLM
-        timeout_s=RUN_TIMEOUT_S,
-    )
+    with forks_of(PROGRAMS[name]) as forks:
+        run_experiment(
+            "quickstart_agent",
+            run_dir,
+            f"model_path={models / PROGRAMS[name].tool}",
+            "dataset_loader=tests.clients.training.load_problems",
+            f"+dataset_loader_params.program={name}",
+            f"+dataset_loader_params.forks={forks}",
+            "test_dataset_names=[]",
+            "actor.rollout_policy=tests.clients.training.generate_rollout",
+            "tiny_model.recipe=tests.clients.training.recipe",
+            f"+tiny_model.params.program={name}",
+            f"vllm_config.vllm_kwargs.max_model_len={POSITIONS}",
+            f"finetune.seq_length={POSITIONS}",
+            f"finetune.max_train_steps={STEPS}",
+            f"finetune.gradient_accumulation_passes={BATCH}",
+            "attempts=2",
+            "max_lag_steps=1",
+            "actor.rollout_timeout_s=600",
+            "launcher.hang_timeout_s=600",
+            "launcher.startup_timeout_s=900",  # a busy machine took more than 300 s to import vLLM
+            timeout_s=RUN_TIMEOUT_S,
+        )
     points = [point for point in read_metrics(run_dir, "finetune") if "logratio_abs_max" in point]
     assert [point["step"] for point in points] == list(range(1, STEPS + 1))
     first = points[0]
