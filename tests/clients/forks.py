@@ -2,9 +2,10 @@
 
 ``forks.py serve SOCKET MODULE …`` imports the modules, says so on its output, and forks a process for each that asks.
 ``forks.py run SOCKET [-m MODULE | FILE] ARGUMENT …`` is for its caller the same as ``python [-m MODULE | FILE] …``:
-the forked process has its environment variables, folder, input and outputs, and gives it its exit code.
+the forked process has its environment variables, folder, input and outputs, and gives it its exit code. It does not end
+with its caller, but with the process group of the server.
 
-No thread may run when the process forks. Files and modules run by it find packages of the server's interpreter.
+No thread may run when the process forks.
 """
 
 import importlib
@@ -15,68 +16,62 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
 
 
-def serve(path: str, modules: list[str]) -> None:
-    """Ends with its process only."""
+def serve(path: str, modules: list[str]) -> list[str]:
+    """Returns in a forked process alone, with the command that it is to run."""
     for module in modules:
         importlib.import_module(module)
     assert threading.active_count() == 1, threading.enumerate()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked ones
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen()
-        print("ready", flush=True)
-        while True:
-            caller, _ = listening.accept()
-            if os.fork() == 0:
-                listening.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                be_program(caller)
-            caller.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that wait for a program
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    print("ready", flush=True)
+    while True:
+        caller, _ = listening.accept()
+        if os.fork() == 0:
+            break
+        caller.close()
+    listening.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if program := os.fork():
+        _, status = os.waitpid(program, 0)
+        caller.sendall(bytes([os.waitstatus_to_exitcode(status) & 0xFF]))
+        os._exit(0)
+    return take_place_of(caller)
 
 
-def be_program(caller: socket.socket) -> None:
-    """Runs what the caller asks for, and ends this process."""
-    asked, streams, _, _ = socket.recv_fds(caller, 1, len(STREAMS))
+def take_place_of(caller: socket.socket) -> list[str]:
+    """Gives this process its caller's streams, variables and folder, and returns the caller's command."""
+    _, streams, _, _ = socket.recv_fds(caller, 1, len(STREAMS))
+    asked = json.loads(caller.makefile().readline())
+    caller.close()
     for ours, theirs in zip(STREAMS, streams, strict=True):
         os.dup2(theirs, ours)
         os.close(theirs)
-    asked = json.loads(caller.makefile().readline())
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["folder"])
-    code = 1
-    try:
-        code = run_program(asked["command"])
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    caller.sendall(bytes([code]))
-    os._exit(code)
+    return asked["command"]
 
 
-def run_program(command: list[str]) -> int:
-    """Runs ``[-m MODULE | FILE] ARGUMENT …`` as Python's command line does, and returns the exit code."""
-    try:
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = command
-            sys.path[0] = str(Path(command[0]).parent)
-            runpy.run_path(command[0], run_name="__main__")
-    except SystemExit as end:
-        return int(bool(end.code))
-    return 0
+def run_program(command: list[str]) -> None:
+    """Runs ``[-m MODULE | FILE] ARGUMENT …`` as Python's command line does."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = str(Path(command[0]).parent)
+        runpy.run_path(command[0], run_name="__main__")
 
 
-def run(path: str, command: list[str]) -> int:
+def ask(path: str, command: list[str]) -> int:
+    """Has the server at ``path`` run a command in this process's place, and returns its exit code."""
     asked = {"command": command, "env": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
@@ -87,6 +82,6 @@ def run(path: str, command: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2], sys.argv[3:])
+        run_program(serve(sys.argv[2], sys.argv[3:]))
     else:
-        sys.exit(run(sys.argv[2], sys.argv[3:]))
+        sys.exit(ask(sys.argv[2], sys.argv[3:]))

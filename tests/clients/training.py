@@ -1,4 +1,7 @@
-"""A domain: a client answers the quickstart's questions. Each rollout is a process of the clients' environment."""
+"""A domain: a client in all its ways answers the quickstart's questions, a question in each way.
+
+Each rollout is a process of the clients' environment.
+"""
 
 import os
 import re
@@ -9,7 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -21,6 +26,7 @@ from pipelinerl.domains.largest_agent.rollouts import reward_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.tiny_model.recipes import SUBMIT, Messages, Recipe, Shape, largest_agent
+from pipelinerl.world.process import die_with_parent
 from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, Program
 
 BASH = (
@@ -32,10 +38,15 @@ POSITIONS = 16384
 NUMBER = re.compile(r"^\s*([0-9]{1,18})\s*$", re.MULTILINE)
 
 
-def recipe(program: str, max_number: int = 30, steps: int = 300) -> Recipe:
+def ways(package: str) -> dict[str, Program]:
+    """A client's programs: an API each, streamed or not."""
+    return {name: program for name, program in PROGRAMS.items() if program.package == package}
+
+
+def recipe(tool: str, max_number: int = 30, steps: int = 300) -> Recipe:
     """Calls the client's tool with one of the numbers shown."""
     made = replace(largest_agent(max_number, steps), shape=Shape(positions=POSITIONS))
-    if PROGRAMS[program].tool == "submit":
+    if tool == "submit":
         return made
 
     def conversation(rng: Any) -> Messages:
@@ -52,8 +63,9 @@ FORKS = str(FOLDER / "forks.py")
 
 
 @contextmanager
-def forks_of(program: Program) -> Iterator[str]:
+def forks_of(package: str) -> Iterator[str]:
     """A process that has imported the client, from which those of the rollouts are forked: the path of its socket."""
+    program = next(iter(ways(package).values()))
     with tempfile.TemporaryDirectory() as home:
         path = f"{home}/socket"
         server = subprocess.Popen(
@@ -61,6 +73,7 @@ def forks_of(program: Program) -> Iterator[str]:
             env=program.variables(Path(home)) | {"PATH": home},
             stdout=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
         )
         assert server.stdout is not None
         try:
@@ -71,17 +84,25 @@ def forks_of(program: Program) -> Iterator[str]:
             server.communicate()
 
 
-def load_problems(dataset_names: list[str], program: str, forks: str, **params: Any) -> list[dict[str, Any]]:
-    """The quickstart's problems, for a client (key of ``PROGRAMS``) and the socket of ``forks_of``."""
-    added = {"program": program, "forks": forks}
-    return [problem | added for problem in largest.load_problems(dataset_names, **params)]
+def load_problems(dataset_names: list[str], package: str, forks: str, **params: Any) -> list[dict[str, Any]]:
+    """A problem of the quickstart for each way of the client, so that every epoch has each of them once.
+
+    Args:
+        package: the client.
+        forks: the socket of ``forks_of``.
+    """
+    problems = largest.load_problems(dataset_names, **params)
+    return [
+        problem | {"dataset": name, "forks": forks}
+        for name, problem in zip(ways(package), Random(0).sample(problems, len(ways(package))), strict=True)
+    ]
 
 
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs the client. The first number that it prints is the answer."""
-    program = PROGRAMS[problem["program"]]
+    program = PROGRAMS[problem["dataset"]]
 
     def judge(printed: str) -> tuple[float, bool]:
         number = NUMBER.search(printed)

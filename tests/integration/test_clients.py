@@ -4,15 +4,18 @@ The recordings are made by `python -m tests.clients.exchanges`, in the environme
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.records import ActorRecord, RolloutGroup
+from pipelinerl.streams import SingleStreamSpec, open_reader
 from tests.clients.exchanges import RECORDED, play, replay
 from tests.clients.programs import PROGRAMS, PYTHON
-from tests.clients.training import POSITIONS, forks_of
+from tests.clients.training import POSITIONS, forks_of, ways
 from tests.launches import run_experiment
 
 
@@ -23,7 +26,7 @@ async def test_recorded_exchange_is_answered_and_trained_as_it_was(name: str) ->
 
 
 needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make clients`")
-STEPS, BATCH = 5, 2
+STEPS, ATTEMPTS = 5, 2
 RUN_TIMEOUT_S = 1500
 
 
@@ -44,27 +47,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_clients
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path, models: Path) -> None:
-    """The servers are real. The client is a process of its own environment in every rollout."""
+@pytest.mark.parametrize("package", dict.fromkeys(program.package for program in PROGRAMS.values()))
+def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, models: Path) -> None:
+    """Every step has a group of each API, streamed and not.
+
+    The servers are real. The client is a process of its own environment in every rollout.
+    """
     run_dir = tmp_path / "run"
-    with forks_of(PROGRAMS[name]) as forks:
+    names = ways(package)
+    tool = next(iter(names.values())).tool
+    batch = ATTEMPTS * len(names)
+    with forks_of(package) as forks:
         run_experiment(
             "quickstart_agent",
             run_dir,
-            f"model_path={models / PROGRAMS[name].tool}",
+            f"model_path={models / tool}",
             "dataset_loader=tests.clients.training.load_problems",
-            f"+dataset_loader_params.program={name}",
+            f"+dataset_loader_params.package={package}",
             f"+dataset_loader_params.forks={forks}",
             "test_dataset_names=[]",
             "actor.rollout_policy=tests.clients.training.generate_rollout",
             "tiny_model.recipe=tests.clients.training.recipe",
-            f"+tiny_model.params.program={name}",
+            f"+tiny_model.params.tool={tool}",
             f"vllm_config.vllm_kwargs.max_model_len={POSITIONS}",
             f"finetune.seq_length={POSITIONS}",
             f"finetune.max_train_steps={STEPS}",
-            f"finetune.gradient_accumulation_passes={BATCH}",
-            "attempts=2",
+            f"finetune.gradient_accumulation_passes={batch}",
+            f"attempts={ATTEMPTS}",
             "max_lag_steps=1",
             "actor.rollout_timeout_s=600",
             "launcher.hang_timeout_s=600",
@@ -78,4 +87,11 @@ def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path, mode
     assert first["logratio_abs_max"] <= 2e-5
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
-    assert ledger.counts()["trained"] == STEPS * BATCH
+    with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
+        way_of = {group.group_id: group.dataset for _, group in reader.read_all() if isinstance(group, RolloutGroup)}
+    trained = Counter(
+        (entry.step, way_of[entry.sample_id.rpartition("/")[0]])
+        for entry in ledger.entries
+        if entry.outcome == "trained"
+    )
+    assert trained == {(step, name): ATTEMPTS for step in range(STEPS) for name in names}
