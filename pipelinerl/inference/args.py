@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config, JudgeSection, LoraSection
@@ -30,6 +30,7 @@ from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
 from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE
 from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
+from pipelinerl.weights.protocol import Averaging
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.network import listen_address
 
@@ -196,15 +197,6 @@ def score_temperature(cfg: Config, job: Job) -> float | None:
     if job.kind == "actor_llm":
         return None
     return 1.0 if isinstance(_side_model(cfg, job), JudgeSection) else cfg.finetune.rl.temperature
-
-
-class Averaging(NamedTuple):
-    """What the workers of a teacher need to average the policy (`pipelinerl.weights.load.average.Average`)."""
-
-    decay: float
-    folder: str
-    every: int
-    kept: int
 
 
 def averaging(cfg: Config, job: Job, run_dir: Path) -> Averaging | None:

@@ -32,14 +32,13 @@ from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
-from pipelinerl.inference.args import Averaging
 from pipelinerl.inference.images import ImagePrompts
 from pipelinerl.inference.weight_update import SwapFailedError, UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollower
-from pipelinerl.weights.protocol import Address, WeightInfo
+from pipelinerl.weights.protocol import Address, Averaging, WeightInfo
 from pipelinerl.world import Span
 from pipelinerl.world.process import die_with_parent
 

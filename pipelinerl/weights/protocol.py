@@ -4,7 +4,7 @@ One update is one ``POST /receive_weight_update`` with a `WeightUpdateRequest` a
 the sources in the request (`wire`) and answers with a `WeightUpdateAnswer` once the new weights are live.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -351,3 +351,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 Order = Describe | Sum | Write | PullUpdate
 Question = Get | Gauge | JoinGroup | Order
+
+
+class Averaging(NamedTuple):
+    """How the workers of a teacher average the policy's versions (`pipelinerl.weights.load.average`)."""
+
+    decay: float
+    """β."""
+    folder: str
+    """Of the files, which the server's workers share."""
+    every: int
+    """Versions from one file to the next."""
+    kept: int
+    """Files of each worker that stay."""

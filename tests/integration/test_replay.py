@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from benchmarks.receivers import forkserver
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse, to_container
 from pipelinerl.errors import CheckpointError, ConfigError
@@ -29,6 +30,8 @@ from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from pipelinerl.world import Job, Node, WorldMap
 from tests.models import save_qwen2
+from tests.rank_processes import call_on_ranks
+from tests.ranks import trainer_role
 from tests.says import says
 from tests.trainer_kit import FakeSender, trainer_context, trainer_overrides
 
@@ -363,12 +366,8 @@ def test_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_ranks_are_replayed_on_two_ranks(engine: str, tmp_path: Path, capsys: Capture) -> None:
     given = prepare(tmp_path, f"finetune.engine={engine}", ranks=2)
-    command = [sys.executable, "-m", "pipelinerl.finetune.ranks", "--ranks=2", "--first-rank=0", "--world-size=2"]
-    command += ["--master-addr=127.0.0.1", "--master-port=0", "--"]
-    command += [str(ROOT / "tests" / "ranks" / "trainer_role.py"), str(tmp_path), *given]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with forkserver(trainer_role.__name__):
+        call_on_ranks(trainer_role.main, {"run_dir": str(tmp_path), "overrides": given}, tmp_path / "trainer", 2)
 
     code, found = replayed(capsys, tmp_path, "--step", 5, "--with", "policy_loss=ppo")
     assert (code, found["ranks"], found["equal"]) == (0, 2, True)

@@ -1,16 +1,11 @@
-"""One rank of the trainer's role on CPU with recorded `training_data` and a server that takes everything.
-
-As a program: python trainer_role.py RUN_DIR override…
-"""
+"""One rank of the trainer's role on CPU with recorded `training_data` and a server that takes everything."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
-from pipelinerl.membership.role import leave
 from pipelinerl.streams import set_streams_backend
 from tests.trainer_kit import FakeSender, trainer_context
 
@@ -21,8 +16,3 @@ def main(job: dict[str, Any]) -> None:
     cfg = parse(compose("base", job["overrides"]))
     ctx = trainer_context(Path(job["run_dir"]), cfg, num_ranks=int(os.environ["WORLD_SIZE"]))
     Trainer(ctx, FakeSender(keeps_weights=False, wants_scores=False)).run()
-
-
-if __name__ == "__main__":
-    main({"run_dir": sys.argv[1], "overrides": sys.argv[2:]})
-    leave(0)

@@ -28,6 +28,7 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout, torch_dtype
+from pipelinerl.weights.protocol import Averaging
 from pipelinerl.weights.transfer.shard import Shard
 from pipelinerl.world.disk import make_folder, replacement
 
@@ -43,27 +44,15 @@ class Average:
     """The average of one worker.
 
     Args:
-        decay: β.
-        folder: of the files, which the server's workers share.
-        every: versions from one file to the next.
-        kept: files of each worker that stay.
+        averaging: its decay and its files.
         worker: index of this one in its server.
         workers: number of them. A file counts if each has written its own of that version.
         allocate: makes a flat uint8 buffer of a number of bytes.
     """
 
-    def __init__(
-        self,
-        *,
-        decay: float,
-        folder: Path,
-        every: int,
-        kept: int,
-        worker: int,
-        workers: int,
-        allocate: Callable[[int], torch.Tensor],
-    ):
-        self._decay, self._folder, self._every, self._kept = decay, folder, every, kept
+    def __init__(self, averaging: Averaging, *, worker: int, workers: int, allocate: Callable[[int], torch.Tensor]):
+        self._decay, folder, self._every, self._kept = averaging
+        self._folder = Path(folder)
         self._worker, self._workers, self._allocate = worker, workers, allocate
         self._form = ""
         """Of what is averaged: another layout or shard is another average."""

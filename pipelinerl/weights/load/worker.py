@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ from pipelinerl.weights.load.learning import CPU, META, learn, learned, refuse_l
 from pipelinerl.weights.load.live_check import LiveCheck, differing
 from pipelinerl.weights.load.swap import Census, Swap, bare_model, captures_graphs, comparable, reload_in_place
 from pipelinerl.weights.pinned import pinned
-from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
+from pipelinerl.weights.protocol import Averaging, Failed, WeightCheck, WeightUpdateRequest
 from pipelinerl.weights.staging_memory import fits_on_device
 from pipelinerl.weights.transfer.checksum import checksum
 from pipelinerl.weights.transfer.receiver import Receiver
@@ -118,19 +117,18 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the next transfer may then write into the buffer
         self._census.check(before, captures_graphs=captures_graphs(self.vllm_config))
-        if self._average is not None and (wrong := {*self._differing(layout, buffer)}):
-            raise WeightUpdateError(f"{min(wrong)} and {len(wrong) - 1} more are not the average")
+        if self._average is not None:
+            wrong = {*self._differing(self._comparable_copies(layout, buffer), buffer)}
+            if wrong:
+                raise WeightUpdateError(f"{min(wrong)} and {len(wrong) - 1} more are not the average")
 
     def shutdown(self) -> None:
         self.receiver.close()
 
-    def average(self, decay: float, folder: str, every: int, kept: int) -> None:
-        """Serves an average of the versions from now on. The arguments are those of `Average`."""
+    def average(self, averaging: Averaging) -> None:
+        """Serves an average of the versions from now on."""
         self._average = Average(
-            decay=decay,
-            folder=Path(folder),
-            every=every,
-            kept=kept,
+            averaging,
             worker=self._index,
             workers=self.vllm_config.parallel_config.world_size,
             allocate=self._allocate,
@@ -216,9 +214,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def _comparable(self) -> dict[str, torch.Tensor]:
         return comparable(self.model) if self._slots is None else dict(self._slots.named_buffers())
 
-    def _differing(self, layout: Layout, staged: torch.Tensor) -> Iterator[str]:
+    def _differing(self, copies: Sequence[StagedCopy], staged: torch.Tensor) -> Iterator[str]:
         """Yields names of live parameters that are not what the swap should have made of the staged bytes."""
-        yield from differing(self._comparable_copies(layout, staged), self._comparable(), self._loaded(staged))
+        yield from differing(copies, self._comparable(), self._loaded(staged))
         if self._swap is not None:
             yield from self._swap.unused()
         if self._slots is not None:
@@ -232,8 +230,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
                 return WeightCheck(is_checked=False)
             layout, buffer = staged
             shard = self._shard_in(layout, buffer)
-            wrong = {*self._differing(layout, buffer)}
-            known = {one.target for one in self._comparable_copies(layout, buffer)}
+            copies = self._comparable_copies(layout, buffer)
+            wrong, known = {*self._differing(copies, buffer)}, {one.target for one in copies}
             if self._swap is not None:
                 known |= self._swap.packed
             unlearned = {name for name, _ in self._target.named_parameters()} - known
@@ -278,9 +276,9 @@ class WeightUpdateExtension:
         """Makes room for the adapter of every request. Called after vLLM's warm-up, which removes adapters."""
         hold_adapter(self.model_runner.lora_manager)
 
-    def average_weights(self, decay: float, folder: str, every: int, kept: int) -> None:
-        """Makes the server a teacher that serves an average of the versions it takes."""
-        self.weight_transfer_engine.average(decay, folder, every, kept)
+    def average_weights(self, *averaging: Any) -> None:
+        """Makes the server a teacher that serves an average of the versions it takes. The values of an `Averaging`."""
+        self.weight_transfer_engine.average(Averaging(*averaging))
 
     def weight_address(self) -> tuple[str, int]:
         """Returns the address at which this worker sends and receives weights."""

@@ -19,7 +19,6 @@ from pipelinerl.weights.publish.server_pool import ServerPool
 from pipelinerl.weights.publish.standing import Report, UsualRate, healthy_s, judge_links
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
 from pipelinerl.weights.transfer.wire import WireError
-from pipelinerl.weights.verify.checker import WeightChecker
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +55,11 @@ class Pushing:
         self,
         ranks: Ranks,
         settings: SenderSettings,
-        checker: WeightChecker | None,
         *,
         sender: str,
         wake: Callable[[], object],
     ):
-        self._ranks, self._settings, self._checker = ranks, settings, checker
+        self._ranks, self._settings = ranks, settings
         self._sender, self._wake = sender, wake
         self._delta = DeltaChoice(settings.delta)
         self._usual = UsualRate()
@@ -147,8 +145,8 @@ class Pushing:
                 self._judge(reports, pending, pool, self._usual.seconds(num_bytes))
             size = answer.staged_bytes if request.base_version is None else num_bytes
             self._measure_uplink(client, size, pending.reports.get(request.base_version, []))
-        if answer is not None and self._checker is not None and client.is_policy:
-            self._checker.start_check(client.name, request.version)
+            if checker := pool.checker_of(client):
+                checker.start_check(client.name, request.version)
         self._wake()
 
     def _judge(self, reports: Sequence[Report], pending: PendingVersion, pool: ServerPool, usual_s: float) -> None:

@@ -223,7 +223,7 @@ class WeightSender:
         settings, sender = self._settings, self.origin.sender
         if settings.store is not None:
             return Publishing(self._ranks, settings, sender=sender, wake=lambda: self._loop.wake())
-        return Pushing(self._ranks, settings, self._checker, sender=sender, wake=lambda: self._loop.wake())
+        return Pushing(self._ranks, settings, sender=sender, wake=lambda: self._loop.wake())
 
     # The supervising loop
 

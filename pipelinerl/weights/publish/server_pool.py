@@ -96,14 +96,18 @@ class ServerPool:
         if name in self._infos:
             self._refused[name] = self._infos[name].serving
 
+    def checker_of(self, client: ServerClient) -> WeightChecker | None:
+        """The checker of a policy's server. None: what the server makes of a version is not checked."""
+        return self._checker if client.is_policy else None
+
     async def follow(self) -> None:
         """Adds and removes members, because servers may come, leave or change their address at any time."""
         jobs = {job.name: job for job in self._servers()}
         for name, client in tuple(self._clients.items()):
             if name not in jobs or jobs[name].url != client.job.url:
                 del self._clients[name]
-                if self._checker is not None and client.is_policy:
-                    self._checker.remove_server(name)
+                if checker := self.checker_of(client):
+                    checker.remove_server(name)
                 await client.close()
         for name, job in jobs.items():
             if name not in self._clients:
@@ -111,8 +115,8 @@ class ServerPool:
                 headers = {"Authorization": f"Bearer {self._secret}"}
                 http = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits, verify=client_context())
                 self._clients[name] = client = ServerClient(job, http)
-                if self._checker is not None and client.is_policy:
-                    self._checker.add_server(job)
+                if checker := self.checker_of(client):
+                    checker.add_server(job)
                 client.watch = asyncio.create_task(self._watch(client))
 
     async def close(self) -> None:
@@ -141,8 +145,8 @@ class ServerPool:
         if client.serves is not None and label in (FROM_FILE, GONE):
             log.warning("event=server_lost_weights server=%s version=%s", client.name, label)
             client.drop()
-            if self._checker is not None:
-                self._checker.stop_check(client.name)
+            if checker := self.checker_of(client):
+                checker.stop_check(client.name)
         if isinstance(info, WeightInfo):
             client.workers, self._infos[client.name] = info.workers, info
             client.has_answered = True
@@ -158,8 +162,9 @@ class ServerPool:
     def _record_version(self, client: ServerClient, version: int | None, key: str) -> None:
         """Records which version a server has fetched."""
         version = None if self._refused.get(client.name) == key else version
-        if client.report(version) and client.serves is not None and self._checker is not None:
-            self._checker.start_check(client.name, client.serves)
+        if client.report(version) and client.serves is not None and (checker := self.checker_of(client)):
+            checker.start_check(client.name, client.serves)
 
     def _admits(self, client: ServerClient, label: str) -> bool:
-        return self._checker is None or not client.is_policy or self._checker.admits(client.name, label)
+        checker = self.checker_of(client)
+        return checker is None or checker.admits(client.name, label)

@@ -12,6 +12,7 @@ import torch
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.load.average import Average
+from pipelinerl.weights.protocol import Averaging
 from tests.says import says
 from tests.waiting import wait_until
 
@@ -43,10 +44,7 @@ def make(
     folder: Path, decay: float = 0.9, every: int = 1000, kept: int = 2, worker: int = 0, workers: int = 1
 ) -> Average:
     return Average(
-        decay=decay,
-        folder=folder,
-        every=every,
-        kept=kept,
+        Averaging(decay, str(folder), every, kept),
         worker=worker,
         workers=workers,
         allocate=lambda size: torch.zeros(size, dtype=torch.uint8),
