@@ -88,16 +88,19 @@ def rounds(plans: Iterable[GroupPlan]) -> list[list[GroupPlan]]:
 
 
 def kept(held: Iterable[GroupPlan], wanted: Sequence[GroupPlan]) -> set[GroupPlan]:
-    """Returns the groups that stay: those in use, and others as long as their members have room for what is wanted."""
-    held = list(held)
-    stay, missing = set[GroupPlan](), list[GroupPlan]()
+    """Returns the groups that stay: those that are wanted, and others as long as their members have room for those.
+
+    A larger group takes the place of a wanted one where its further members have room, too.
+    """
+    held, stay = list(held), set[GroupPlan]()
+    counts = Counter(member for plan in wanted for member in plan.members)
     for plan in wanted:
-        used = next((one for one in held if one.covers(plan)), None)
-        if used is None:
-            missing.append(plan)
-        else:
-            stay.add(used)
-    counts = Counter(member for plan in [*stay, *missing] for member in plan.members)
+        for one in held:
+            further = set(one.members) - set(plan.members)
+            if one.covers(plan) and all(counts[member] < MOST_GROUPS for member in further):
+                stay.add(one)
+                counts.update(further)
+                break
     for plan in held:
         if plan not in stay and all(counts[member] < MOST_GROUPS for member in plan.members):
             stay.add(plan)

@@ -244,3 +244,11 @@ def test_groups_out_of_use_stay_as_long_as_there_is_room() -> None:
     wanted = [GroupPlan(("t",), ("a",)), GroupPlan(("a",), ("b",))]  # type: ignore[arg-type]
     larger, unused = GroupPlan(("t",), ("a", "b")), [GroupPlan((f"x{n}",), ("a",)) for n in range(3)]  # type: ignore[arg-type]
     assert kept([larger, *unused], wanted) == {larger, *unused[:2]}
+
+
+def test_larger_group_does_not_stay_where_a_member_that_is_not_wanted_has_no_room_for_it() -> None:
+    """A head of the last update's chains is in the middle of this one's, and has as many pairs as it may."""
+    head, pairs = GroupPlan(("t",), ("a",)), [GroupPlan((f"x{n}",), ("b",)) for n in range(MOST_GROUPS)]  # type: ignore[arg-type]
+    larger = GroupPlan(("t",), ("a", "b"))  # type: ignore[arg-type]
+    assert kept([larger, *pairs], [head, *pairs]) == set(pairs)
+    assert kept([larger, *pairs], [head, *pairs[1:]]) == {larger, *pairs[1:]}
