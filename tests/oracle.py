@@ -107,9 +107,10 @@ def policy_losses(
     for factor, a, change in zip(factors, advantages, changes, strict=True):
         ratio = change.exp()
         free, bounded = ratio * a, ratio.clamp(1 - rl.epsilon_low, 1 + rl.epsilon_high) * a
+        surrogate, least = torch.min(free, bounded), rl.dual_clip * a if a < 0 else -math.inf
         outer = float(factor.is_kept) if proximal is None else factor.factor
-        losses.append(-outer * torch.min(free, bounded))
-        clipped.append(bool(bounded < free))
+        losses.append(-outer * surrogate.clamp(min=least))
+        clipped.append(bool(bounded < free) or surrogate.item() < least)
     return TextLoss(losses, clipped, drops)
 
 
