@@ -3,8 +3,9 @@
 1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
    computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
    A prompt that is being prefilled when the weights change restarts once under the new version, so the weights that
-   sample its first token compute all of it. A request that continues a conversation may name the version under which
-   the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
+   sample its first token compute all of it. A version that comes again finds nothing of its first time: a trainer that
+   restarted makes the versions after its checkpoint anew. A request that continues a conversation may name the version
+   under which the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
 2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
    itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
 3. *Growth.* Clients ask how many tokens their answers have, because nothing else tells a long answer from a lost one.
@@ -31,7 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from pipelinerl.weights.load.adapter import ADAPTER
 
 PINNED = "pipelinerl_pinned"
-"""Key of ``SamplingParams.extra_args``: the request's salt is not changed."""
+"""Key of ``SamplingParams.extra_args``: the request's salt is the version that it names."""
 WHOLE = "pipelinerl_whole"
 """Key of ``SamplingParams.extra_args``: report at the end only."""
 NAME = "pipelinerl_name"
@@ -85,6 +86,9 @@ class AnswerScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._version = "default"
+        self._salts: dict[str, str] = {}
+        """Version → its salt, for versions that have come again."""
+        self._repeats = 0
         self._held: dict[str, _Held] = {}
         self._finished = self._preempted = self._sampled = 0
 
@@ -130,6 +134,10 @@ class AnswerScheduler(AsyncScheduler):
 
     def set_weight_version(self, version: str) -> None:
         """Takes the new weight version and restarts prefills. Called while the engine is paused between steps."""
+        if self._version.isdecimal() and version.isdecimal() and int(version) <= int(self._version):
+            self._repeats += 1
+        if self._repeats:
+            self._salts[version] = f"{version}, {self._repeats}"
         self._version = version
         for request in [request for request in reversed(self.running) if _is_prefilling(request)]:
             self.running.remove(request)
@@ -142,9 +150,11 @@ class AnswerScheduler(AsyncScheduler):
 
     def _salt(self, request: Request) -> None:
         """Lets a prompt find only what the live version computed. After a swap it is salted again."""
-        if _marked(request, PINNED) or request.num_output_tokens or request.cache_salt == self._version:
+        version = request.cache_salt if _marked(request, PINNED) else self._version
+        salt = self._salts.get(version, version) if version is not None else None
+        if request.num_output_tokens or request.cache_salt == salt:
             return
-        request.cache_salt = self._version
+        request.cache_salt = salt
         _hash_again(request)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:

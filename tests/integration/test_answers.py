@@ -117,6 +117,16 @@ def test_conversation_is_computed_anew_by_new_weights_and_found_again_under_them
     assert error_of(run.trainer, third, longer) <= TOLERANCE
 
 
+def test_version_that_comes_again_with_other_weights_finds_nothing_of_its_first_time(run: Run) -> None:
+    """As from a trainer that restarted at its last checkpoint."""
+    for version in (15, 16, 15, 16):
+        run.update(version)
+        first, second = (ask(run.url, PROMPT)[0] for _ in range(2))
+        assert (first.cached_tokens, second.cached_tokens) == (0, 3 * BLOCK)
+        assert versions_of(first) == versions_of(second) == [version]
+        assert max(error_of(run.trainer, choice, PROMPT) for choice in (first, second)) <= TOLERANCE
+
+
 def first_versions(choices: list[Completion]) -> set[int]:
     return {versions_of(choice)[0] for choice in choices}
 
