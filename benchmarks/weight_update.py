@@ -77,20 +77,11 @@ def build_model(path: Path, hidden: int, layers: int, vocab: int) -> torch.nn.Mo
 
 def build_on_gpu(path: Path, shape: ModelShape) -> torch.nn.Module:
     """The model lies on the GPU. Its folder has the configuration alone, and the server starts with other values."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-        architectures=["Qwen2ForCausalLM"],
-    )
+    from pipelinerl.launcher.gpu_check.trial_model import qwen2_config
+
+    config = qwen2_config(shape, max_position_embeddings=2048)
     config.save_pretrained(path)
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -312,11 +303,9 @@ def measure_on_gpu(name: str, updates: int, buckets_mb: Sequence[int]) -> list[d
 
 def print_row(row: dict[str, Any]) -> None:
     ours, pause = row["staged"], row["staged"]["pause_ms"]
-    beside = (
-        ""
-        if "one_by_one" not in row
-        else (f"; one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}")
-    )
+    beside = ""
+    if "one_by_one" in row:
+        beside = f"; one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}"
     buckets = f", {row['bucket_mb']} MB buckets" if "bucket_mb" in row else ""
     print(
         f"{row['size']:>5}{buckets}: staged pause {pause['median']:.1f} ms (max {pause['max']:.1f}), of it swap "

@@ -1,7 +1,4 @@
-"""Qwen2.5-VL through the launcher: its server needs torchvision, which the CPU environment lacks.
-
-Written without a GPU.
-"""
+"""Qwen2.5-VL through the launcher: its server needs torchvision, which the CPU environment lacks."""
 
 import importlib.util
 from pathlib import Path

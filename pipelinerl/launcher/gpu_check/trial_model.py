@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +26,22 @@ LOGIT_DEVIATION = 4.0
 POSITIONS = 32_768
 
 
+def qwen2_config(shape: ModelShape, **others: Any) -> Qwen2Config:
+    """The configuration of a Qwen2 of this shape in bfloat16. ``others``: further fields."""
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+        architectures=["Qwen2ForCausalLM"],
+        **others,
+    )
+
+
 def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> None:
     """Write tokenizer, configuration and weights. The tokenizer is that of the quickstart's model.
 
@@ -34,21 +51,8 @@ def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> 
     """
     recipe = make_recipe("largest", {})
     tokenizer = train_tokenizer(sample_texts(recipe, Random(0)), recipe.tags, recipe.max_number)
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
-        architectures=["Qwen2ForCausalLM"],
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = qwen2_config(shape, max_position_embeddings=POSITIONS, bos_token_id=None, **ends)
     torch.manual_seed(0)
     with device:
         model = Qwen2ForCausalLM(config)
@@ -56,7 +60,7 @@ def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> 
         model.model.norm.weight.fill_(LOGIT_DEVIATION / (config.initializer_range * shape.hidden**0.5))
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
+    GenerationConfig(**ends).save_pretrained(folder)
     weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
