@@ -1,6 +1,5 @@
 """Checkpoints are whole or not there, the newest whole one is found, old ones go, pieces of any cut fit any other."""
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -129,10 +128,15 @@ def test_a_failure_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(tmp_p
         return checkpoints.write(peers, tmp_path, {"a.param": piece}, Counters(step=2))
 
     def forbid_write(gather: Callable[[Any], list[Any]], root: Path) -> Callable[[Any], list[Any]]:
+        file = root / ".step_2.new" / "shard-00002-model-00001-of-00001.safetensors"
+        forbidden = False
+
         def gather_and_block(value: Any) -> list[Any]:
+            nonlocal forbidden
             answer = gather(value)
-            with contextlib.suppress(FileNotFoundError):  # rank 0 has cleaned up
-                (root / ".step_2.new" / "shard-00002-model-00001-of-00001.safetensors").mkdir(exist_ok=True)
+            if not forbidden and file.parent.is_dir():  # once: rank 0 removes the folder when it has failed
+                file.mkdir()
+                forbidden = True
             return answer
 
         return gather_and_block
