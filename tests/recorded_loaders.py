@@ -38,7 +38,8 @@ from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, add_adapters
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.load.adapter import ADAPTER, AdapterSlots, hold_adapter
+from pipelinerl.weights.load.adapter import AdapterSlots, hold_adapter
+from pipelinerl.weights.load.adapter_request import ADAPTER
 from pipelinerl.weights.load.learning import learn
 from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.load.swap import PACKED_PRODUCT, Census, Swap, bare_model

@@ -18,6 +18,7 @@ from rich.console import Console
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.paths import config_names
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import served_path, side_model
 from pipelinerl.config.versions import installed_versions, unsupported
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.plan.memory import ASSUMED_GPU_BYTES
@@ -49,10 +50,12 @@ def planned_world(cfg: Config) -> WorldMap:
     return map_world(cfg, Cluster(accelerator="cuda", nodes=tuple(nodes), identity=identity), check=False)
 
 
-def server_lines(cfg: Config, world: WorldMap) -> list[tuple[str, ...]]:
-    """Command line of the first server of each kind."""
-    first = [jobs[0] for kind in ("actor_llm", "preprocessor_llm") if (jobs := world.get(kind))]
-    return [vllm_arguments(cfg, world, job, ASSUMED_GPU_BYTES) for job in first]
+def server_lines(cfg: Config, world: WorldMap) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Model and command line of the first server of each kind."""
+    for kind in ("actor_llm", "preprocessor_llm"):
+        if jobs := world.get(kind):
+            model = served_path(cfg, side_model(cfg, kind, 0))
+            yield model, vllm_arguments(cfg, world, jobs[0], ASSUMED_GPU_BYTES)
 
 
 def pretend_to_have_a_gpu() -> None:
@@ -85,13 +88,13 @@ def main() -> int:
         world = planned_world(cfg)
         console.rule(name)
         console.print(render_world(cfg, world))
-        for line in server_lines(cfg, world):
+        for model, line in server_lines(cfg, world):
             try:
                 parsed = parse_arguments(line)
             except (SystemExit, ValueError, TypeError) as error:
                 refused.append(f"{name}: vLLM's parser refuses {' '.join(line)}: {error}")
                 continue
-            if parsed.model != cfg.model_path:
+            if parsed.model != model:
                 refused.append(f"{name}: vLLM's parser took the model for {parsed.model}")
     console.rule("refused or missing")
     console.print("\n".join([*unsupported(), *refused]) or "nothing")

@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from pipelinerl.weights.load.adapter import ADAPTER
+from pipelinerl.weights.load.adapter_request import ADAPTER
 
 PINNED = "pipelinerl_pinned"
 """Key of ``SamplingParams.extra_args``: the request's salt is the version that it names."""

@@ -16,15 +16,13 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.load.adapter_request import ADAPTER
 
-ADAPTER = LoRARequest("adapter", 1, "trainer")
-"""What every request of the server runs with. It is never read from its path."""
 SLOT = 0
 """Its place in layers that have room for one adapter."""
 STACKS = ("lora_a_stacked", "lora_b_stacked")
