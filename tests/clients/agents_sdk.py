@@ -1,7 +1,5 @@
 """The OpenAI Agents SDK: Responses or Chat Completions, a tool, and a sub-agent that shares the endpoint."""
 
-import asyncio
-
 from agents import (
     Agent,
     MaxTurnsExceeded,
@@ -13,15 +11,15 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from task import MAX_ANSWERS, OPTIONS, QUESTION, submit
+from task import CRITIC, MAX_ANSWERS, OPTIONS, QUESTION, SYSTEM, run, submit
 
 
 async def main() -> None:
     client = AsyncOpenAI()
     model = (OpenAIResponsesModel if OPTIONS.api == "responses" else OpenAIChatCompletionsModel)("policy", client)
-    critic = Agent(name="critic", instructions="You are the critic.", model=model)
+    critic = Agent(name="critic", instructions=CRITIC, model=model)
     ask_critic = critic.as_tool("ask_critic", "Ask whether an answer is plausible.")
-    agent = Agent(name="solver", instructions="Use your tools.", model=model, tools=[function_tool(submit), ask_critic])
+    agent = Agent(name="solver", instructions=SYSTEM, model=model, tools=[function_tool(submit), ask_critic])
     if OPTIONS.stream:
         result = Runner.run_streamed(agent, QUESTION, max_turns=MAX_ANSWERS)
         async for _ in result.stream_events():
@@ -32,6 +30,6 @@ async def main() -> None:
 
 set_tracing_disabled(True)
 try:
-    asyncio.run(main())
+    run(main)
 except (MaxTurnsExceeded, ModelBehaviorError) as error:
     print(f"given up: {error}")

@@ -6,9 +6,7 @@ holds requests and answers word for word, but for what differs from time to time
 
 import asyncio
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -21,9 +19,8 @@ from aiohttp import web
 
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.agents import RecordedAgent, record_agent
-from pipelinerl.agents.run import agent_environment
 from pipelinerl.testing import FakeLLM
-from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, QUESTION, Program
+from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, QUESTION, Program, run_behind
 
 RECORDED = FOLDER / "recorded"
 ID = re.compile(r"\b(chatcmpl-|msg_|resp_|rs_|fc_)([0-9a-f]{24})\b")
@@ -92,19 +89,8 @@ async def play(program: Program, folder: Path) -> dict[str, Any]:
     """Runs a program against the endpoint and returns the recording. ``folder`` is its home."""
     async with aiohttp.ClientSession() as session, record_agent(scripted(program), session) as agent:
         async with tapped(agent, session) as (url, seen):
-            addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
-            process = await asyncio.create_subprocess_exec(
-                str(PYTHON),
-                "-E",
-                *program.arguments(QUESTION),
-                env=agent_environment(os.environ, agent, program.variables(folder) | addresses),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            _, err = await process.communicate(QUESTION.encode())
-        if process.returncode:
-            raise RuntimeError(f"{program.command} ended with {process.returncode}: {err.decode()[-2000:]}")
+            command = [str(PYTHON), "-E", *program.arguments(QUESTION)]
+            await run_behind(agent, url, command, QUESTION, program.variables(folder))
         names = Names()
         exchanges = json.loads(json.dumps(seen))
         for one in exchanges:

@@ -1,40 +1,46 @@
-"""LiteLLM in a loop of one's own: the client of Chat Completions, Responses or Messages."""
+"""LiteLLM in a loop of one's own: Chat Completions, Responses or Messages. A tool asks the model itself."""
 
 import json
 import os
+from typing import Any
 
 import litellm
-from task import MAX_ANSWERS, OPTIONS, QUESTION, submit
+from task import CRITIC, MAX_ANSWERS, OPTIONS, QUESTION, SYSTEM, functions, submit
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "submit",
-        "description": "Hand in the answer.",
-        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
-    },
-}
 MODELS = {"chat": "openai/policy", "responses": "openai/responses/policy", "messages": "anthropic/policy"}
 
 
+def answer_to(messages: list, **options: Any) -> Any:
+    """Returns the answer's message."""
+    answer = litellm.completion(
+        model=MODELS[OPTIONS.api], messages=messages, stream=OPTIONS.stream, max_tokens=256, num_retries=3, **options
+    )
+    if OPTIONS.stream:
+        answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+    return answer.choices[0].message
+
+
+def use(function: Any) -> str:
+    """Returns what a tool says."""
+    try:
+        given = json.loads(function.arguments)
+        if function.name == "ask_critic":
+            asked = {"role": "user", "content": str(given["input"])}
+            return answer_to([{"role": "system", "content": CRITIC}, asked]).content
+        return submit(int(given["number"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"wrong arguments: {error}"
+
+
 def main() -> None:
-    messages = [{"role": "system", "content": "Use your tool."}, {"role": "user", "content": QUESTION}]
+    messages: list = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     for _ in range(MAX_ANSWERS):
-        answer = litellm.completion(
-            model=MODELS[OPTIONS.api], messages=messages, tools=[TOOL], stream=OPTIONS.stream, max_tokens=256
-        )
-        if OPTIONS.stream:
-            answer = litellm.stream_chunk_builder(list(answer), messages=messages)
-        said = answer.choices[0].message
+        said = answer_to(messages, tools=functions())
         messages.append(said.model_dump())
         if not said.tool_calls:
             break
         for call in said.tool_calls:
-            try:
-                result = submit(int(json.loads(call.function.arguments)["number"]))
-            except (ValueError, KeyError, TypeError) as error:
-                result = f"wrong arguments: {error}"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": use(call.function)})
 
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")

@@ -3,10 +3,21 @@
 The programs run in an environment of their own, which `make clients` makes and ``CLIENTS_PYTHON`` may name.
 """
 
+import asyncio
+import contextlib
 import json
 import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+from pipelinerl.agents import RecordedAgent
+from pipelinerl.agents.run import agent_environment
+from pipelinerl.errors import DomainError
+from pipelinerl.world.process import die_with_parent
 
 FOLDER = Path(__file__).parent
 PYTHON = Path(os.environ.get("CLIENTS_PYTHON", FOLDER.parents[1] / ".venv-clients" / "bin" / "python"))
@@ -18,7 +29,7 @@ def called(name: str, **arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-TWO = f"I try two.\n{called('submit', number=5)}{called('submit', number=18)}"
+TWO = f"I try two.\n{called('submit', number=5)}{called('submit', number=18)}{called('ask_critic', input='5 or 18?')}"
 THIRD = called("submit", number=30)
 
 
@@ -30,6 +41,7 @@ class Program:
         package: its name on the package index.
         command: what Python of the clients' environment runs. The question is on standard input, or for ``QUESTION``.
         imports: modules that take long to import, which a training imports once (``forks.py``).
+        cancels: whether it takes ``--cancel``.
         tool: that the model calls to answer.
         answers: of the model, by how many it gave before in the same conversation.
         env: further variables.
@@ -38,6 +50,7 @@ class Program:
     package: str
     command: tuple[str, ...]
     imports: tuple[str, ...]
+    cancels: bool = False
     tool: str = "submit"
     answers: tuple[str, ...] = (TWO, THIRD, "It is 30.")
     env: dict[str, str] = field(default_factory=dict)
@@ -85,18 +98,21 @@ MINI = Program(
     env={"MSWEA_COST_TRACKING": "ignore_errors"} | dict.fromkeys(("system", "release", "version", "machine"), "any"),
 )
 PROGRAMS: dict[str, Program] = {
+    **script("openai_sdk", "openai", "chat", "responses", imports=("openai",), cancels=True),
+    **script("anthropic_sdk", "anthropic", "messages", imports=("anthropic",), cancels=True),
     **script(
         "agents_sdk",
         "openai-agents",
         *("chat", "responses"),
         imports=("agents", "openai"),
-        answers=(TWO + called("ask_critic", input="5 or 18?"), THIRD, "It is 30."),
+        cancels=True,
     ),
     **script(
         "pydantic_agent",
         "pydantic-ai-slim",
         *("chat", "responses", "messages"),
         imports=("pydantic_ai", "pydantic_ai.models.anthropic", "pydantic_ai.models.openai"),
+        cancels=True,
     ),
     **script("graph", "langgraph", "chat", "responses", imports=("langchain_openai", "langgraph.prebuilt")),
     **script(
@@ -109,3 +125,38 @@ PROGRAMS: dict[str, Program] = {
     **script("lite", "litellm", "chat", "responses", "messages", imports=("litellm",)),
     "mini-swe-agent-chat": MINI,
 }
+
+
+async def run_behind(
+    agent: RecordedAgent, url: str, command: Sequence[str], question: str, variables: Mapping[str, str]
+) -> str:
+    """Runs a client that knows the endpoint by another address, and returns what it printed.
+
+    Args:
+        agent: the endpoint.
+        url: its address for the client, without ``/v1``.
+        command: of the client.
+        question: its standard input.
+        variables: its environment variables.
+    Raises:
+        DomainError: the client ended with a non-zero status.
+    """
+    addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=agent_environment(os.environ, agent, {**variables, **addresses}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+    )
+    try:
+        out, err = await process.communicate(question.encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if process.returncode:
+        raise DomainError(f"{list(command)} ended with {process.returncode}: {err.decode()[-2000:]}")
+    return out.decode()

@@ -1,6 +1,7 @@
 """A domain: a client in all its ways answers the quickstart's questions, a question in each way.
 
-Each rollout is a process of the clients' environment.
+Each rollout is a process of the clients' environment, behind a network that loses its first two connections. A client
+that can cancels what it began first. The model calls one tool, two at once, or a tool beside the sub-agent.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,19 +22,21 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.agents import run_agent_process
+from pipelinerl.agents import record_agent
 from pipelinerl.domains import largest
 from pipelinerl.domains.largest_agent.rollouts import reward_of
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.tiny_model.recipes import SUBMIT, Messages, Recipe, Shape, largest_agent
 from pipelinerl.world.process import die_with_parent
-from tests.clients.programs import FOLDER, PROGRAMS, PYTHON, Program
+from tests.clients.network import unreliable
+from tests.clients.programs import CRITIC, FOLDER, PROGRAMS, PYTHON, Program, run_behind
 
 BASH = (
     '<tool_call>{"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo ',
     '"}}</tool_call>',
 )
+ASK = ('<tool_call>{"name": "ask_critic", "arguments": {"input": "', '"}}</tool_call>')
 POSITIONS = 16384
 """The prompts of smolagents and mini-swe-agent have thousands of tokens of the tiny model."""
 NUMBER = re.compile(r"^\s*([0-9]{1,18})\s*$", re.MULTILINE)
@@ -44,19 +48,22 @@ def ways(package: str) -> dict[str, Program]:
 
 
 def recipe(tool: str, max_number: int = 30, steps: int = 300) -> Recipe:
-    """Calls the client's tool with one of the numbers shown."""
-    made = replace(largest_agent(max_number, steps), shape=Shape(positions=POSITIONS))
-    if tool == "submit":
-        return made
+    """Calls the client's tool with one or two of the numbers shown, or asks the critic about the one it submits."""
+    call = SUBMIT if tool == "submit" else BASH
+    made = replace(largest_agent(max_number, steps), shape=Shape(positions=POSITIONS), tags=(*call, *ASK))
 
-    def conversation(rng: Any) -> Messages:
-        asked, answered = made.conversation(rng)
-        return [
-            asked,
-            answered | {"content": answered["content"].replace(SUBMIT[0], BASH[0]).replace(SUBMIT[1], BASH[1])},
-        ]
+    def conversation(rng: Random) -> Messages:
+        if tool == "submit" and rng.random() < 0.2:
+            asked = str(rng.randint(1, max_number))
+            told = [{"role": "system", "content": CRITIC}, {"role": "user", "content": asked}]
+            return [*told, {"role": "assistant", "content": "It may be right."}]
+        shown, answered = made.conversation(rng)
+        number = answered["content"].removeprefix(SUBMIT[0]).removesuffix(SUBMIT[1])
+        other = rng.choice(re.findall(r"[0-9]+", shown["content"]))
+        seconds = ["", other.join(call)] + ([number.join(ASK)] if tool == "submit" else [])
+        return [shown, {"role": "assistant", "content": number.join(call) + rng.choice(seconds)}]
 
-    return replace(made, tags=BASH, conversation=conversation)
+    return replace(made, conversation=conversation)
 
 
 FORKS = str(FOLDER / "forks.py")
@@ -98,24 +105,42 @@ def load_problems(dataset_names: list[str], package: str, forks: str, **params: 
     ]
 
 
+class ClientMetrics(BaseMetrics):
+    """What a rollout went through, as the endpoint saw it."""
+
+    num_cancelled: int
+    """Calls whose client left before their answer."""
+    num_repeated: int
+    """Answered calls whose prompt was answered before."""
+    num_parallel: int
+    """Answers with several tool calls."""
+    num_sub_agent: int
+    """Answers to the sub-agent."""
+
+
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs the client. The first number that it prints is the answer."""
     program = PROGRAMS[problem["dataset"]]
-
-    def judge(printed: str) -> tuple[float, bool]:
+    arguments = [*program.arguments(problem["question"]), *(["--cancel"] if program.cancels else [])]
+    command = [sys.executable, "-I", "-S", FORKS, "run", problem["forks"], *arguments]
+    async with record_agent(llm, session) as agent:
+        network = unreliable(agent.anthropic_base_url, lambda: llm.state.num_calls > 0, program.cancels)
+        with tempfile.TemporaryDirectory() as home:
+            # A shell has no programs, only what it brings: whatever the model makes it run is harmless.
+            variables = program.variables(Path(home)) | {"PATH": home}
+            async with network as url:
+                printed = await run_behind(agent, url, command, problem["question"], variables)
         number = NUMBER.search(printed)
-        return reward_of(int(number[1]) if number else None, problem["answer"])
-
-    with tempfile.TemporaryDirectory() as home:
-        # A shell has no programs, only what it brings: whatever the model makes it run is harmless.
-        return await run_agent_process(
-            llm,
-            session,
-            [sys.executable, "-I", "-S", FORKS, "run", problem["forks"], *program.arguments(problem["question"])],
-            judge,
-            stdin=problem["question"],
-            env=program.variables(Path(home)) | {"PATH": home},
-            dataset_name=problem["dataset"],
+        reward, success = reward_of(int(number[1]) if number else None, problem["answer"])
+        result = agent.result(reward=reward, success=success, dataset_name=problem["dataset"], no_answer=number is None)
+        prompts = Counter(text.prompt_text for text in result.training_texts)
+        metrics = ClientMetrics(
+            **dict(result.metrics),
+            num_cancelled=llm.state.num_calls - len(agent.calls),
+            num_repeated=len(agent.calls) - len(prompts),
+            num_parallel=sum(len(call.output.tool_calls or ()) > 1 for call in agent.calls),
+            num_sub_agent=sum(CRITIC in text.prompt_text for text in result.training_texts),
         )
+        return result.model_copy(update={"metrics": metrics})

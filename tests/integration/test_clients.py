@@ -51,7 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, models: Path) -> None:
     """Every step has a group of each API, streamed and not. Trainer and server agree about each of their tokens.
 
-    The servers are real. The client is a process of its own environment in every rollout.
+    The servers are real. The client is a process of its own environment in every rollout. Of its first two calls one is
+    cancelled or its answer lost, and the answer to the other is lost: it repeats them.
     """
     run_dir = tmp_path / "run"
     names = ways(package)
@@ -87,10 +88,15 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
     with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
-        way_of = {group.group_id: group.dataset for _, group in reader.read_all() if isinstance(group, RolloutGroup)}
+        groups = [group for _, group in reader.read_all() if isinstance(group, RolloutGroup)]
+    way_of = {group.group_id: group.dataset for group in groups}
     trained = Counter(
         (entry.step, way_of[entry.sample_id.rpartition("/")[0]])
         for entry in ledger.entries
         if entry.outcome == "trained"
     )
     assert trained == {(step, name): ATTEMPTS for step in range(STEPS) for name in names}
+    met = [rollout.metrics for group in groups for rollout in group.rollouts]
+    assert all(one["num_cancelled"] + one["num_repeated"] >= 2 for one in met)
+    assert sum(one["num_parallel"] for one in met) > 0
+    assert (sum(one["num_sub_agent"] for one in met) > 0) == (tool == "submit")
