@@ -8,6 +8,7 @@ client goes away before its answer is neither recorded nor continued.
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -211,15 +212,16 @@ def _unknown(dialect: Dialect) -> Any:
 async def _stream(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
     """Sends server-sent events. Those without a name are Chat Completions', which say themselves when they end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    name = ""
-    for name, data in events:
-        named = f"event: {name}\n" if name else ""
-        await response.write(f"{named}data: {json.dumps(data)}\n\n".encode())
-        await asyncio.sleep(0)
-    if not name:
-        await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
+    with contextlib.suppress(ConnectionError):  # the client has gone
+        await response.prepare(request)
+        name = ""
+        for name, data in events:
+            named = f"event: {name}\n" if name else ""
+            await response.write(f"{named}data: {json.dumps(data)}\n\n".encode())
+            await asyncio.sleep(0)
+        if not name:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
     return response
 
 

@@ -1,7 +1,7 @@
 """A network between client and endpoint that loses its first two connections, so that the client asks again.
 
-The first connection ends while the endpoint samples an answer, the second when the answer is there. Later ones hold. It
-knows nothing of HTTP: whoever asks again has a new connection.
+The endpoint sees the first request cancelled while it samples an answer. It answers the second, and the answer is lost.
+Later connections hold. It knows nothing of HTTP: whoever asks again has a new connection.
 """
 
 import asyncio
@@ -21,14 +21,19 @@ async def unreliable(url: str, sampling: Callable[[], bool], patient: bool) -> A
     Args:
         url: of the endpoint.
         sampling: whether the endpoint has begun the first answer.
-        patient: the first connection ends no sooner than the client leaves it, but for ``LONGEST_WAIT_S``.
+        patient: the client keeps the first connection until it leaves by itself, for ``LONGEST_WAIT_S`` at most.
     """
     endpoint = urlsplit(url)
     numbers = itertools.count()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun = await reader.read(2**16)
+        if not begun:  # left before it asked
+            writer.close()
+            return
         number = next(numbers)
         answers, requests = await asyncio.open_connection(endpoint.hostname, endpoint.port)
+        requests.write(begun)
         asking = asyncio.create_task(_copy(reader, requests))
         try:
             if number == 0:
@@ -36,6 +41,7 @@ async def unreliable(url: str, sampling: Callable[[], bool], patient: bool) -> A
                     async with asyncio.timeout(LONGEST_WAIT_S):
                         while not sampling():  # noqa: ASYNC110 — the state of a rollout tells nobody
                             await asyncio.sleep(0.005)
+                        requests.close()
                         if patient:
                             await asking
             elif number == 1:

@@ -17,7 +17,7 @@ async def chat(client: AsyncOpenAI, messages: list, **options: Any) -> Any:
     state = ChatCompletionStreamState()
     async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True, **options):
         state.handle_chunk(chunk)
-    return state.get_final_completion().choices[0].message
+    return state.current_completion_snapshot.choices[0].message
 
 
 async def respond(client: AsyncOpenAI, **options: Any) -> Any:

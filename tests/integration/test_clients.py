@@ -98,5 +98,6 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
     assert trained == {(step, name): ATTEMPTS for step in range(STEPS) for name in names}
     met = [rollout.metrics for group in groups for rollout in group.rollouts]
     assert all(one["num_cancelled"] + one["num_repeated"] >= 2 for one in met)
+    assert sum(one["num_cancelled"] for one in met) > 0
     assert sum(one["num_parallel"] for one in met) > 0
     assert (sum(one["num_sub_agent"] for one in met) > 0) == (tool == "submit")

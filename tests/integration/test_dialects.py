@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -355,6 +357,26 @@ async def test_cancelled_request_is_neither_recorded_nor_continued_and_its_retry
             await client.messages.create(model="m", max_tokens=99, messages=history)
         assert [call.output.content for call in agent.calls] == ["read", "and so on"]
         only_sequence(agent)
+
+
+async def test_client_that_leaves_while_its_answer_is_written_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    client = socket.socket()
+    reset_when_closed = struct.pack("ii", 1, 0)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_when_closed)
+
+    def answer(prompt: str) -> str:
+        client.close()
+        return "never read"
+
+    llm = FakeLLM.saying(answer, parameters={"temperature": 1.0, "max_tokens": 64})
+    async with aiohttp.ClientSession() as session, record_agent(llm, session) as agent:
+        client.connect(("127.0.0.1", int(agent.anthropic_base_url.rpartition(":")[2])))
+        body = json.dumps({"model": "m", "messages": HI, "stream": True})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.api_key}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        while not agent.calls:  # noqa: ASYNC110 — the endpoint tells nobody
+            await asyncio.sleep(0.005)
+    assert not caplog.records
 
 
 async def test_sub_agents_of_other_dialects_share_the_endpoint_and_keep_their_sequences() -> None:

@@ -102,7 +102,13 @@ GUIDES = (
             ("actor: {", f"actor: {{system_prompt: {ANSWER_PROMPT}, "),
         ),
     ),
-    Guide(page="verifiers", config="sums_taskset", asked=SUMS, said=("It is #", "It is 1#")),
+    Guide(
+        page="verifiers",
+        config="sums_taskset",
+        asked=SUMS,
+        said=("It is #",),
+        changes=(("in range(10) for b in range(10)", "in range(5) for b in range(5)"),),  # one in ten is right
+    ),
     Guide(**MCP, jobs=frozenset({"environment_0"})),
     Guide(
         **MCP,
