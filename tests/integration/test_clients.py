@@ -44,20 +44,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@needs_clients
-@pytest.mark.slow
-@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
-@pytest.mark.parametrize("package", dict.fromkeys(program.package for program in PROGRAMS.values()))
-def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, models: Path) -> None:
-    """Every step has a group of each API, streamed and not. Trainer and server agree about each of their tokens.
-
-    The servers are real. The client is a process of its own environment in every rollout. Of its first two calls one is
-    cancelled or its answer lost, and the answer to the other is lost: it repeats them.
-    """
-    run_dir = tmp_path / "run"
-    names = ways(package)
-    tool = next(iter(names.values())).tool
-    batch = ATTEMPTS * len(names)
+def train(package: str, run_dir: Path, models: Path, *overrides: str) -> list[RolloutGroup]:
+    """Runs a training in which an epoch has each way of the client once, and returns what was rolled out."""
+    tool = next(iter(ways(package).values())).tool
     with forks_of(package) as forks:
         run_experiment(
             "quickstart_agent",
@@ -72,23 +61,38 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
             f"+tiny_model.params.tool={tool}",
             f"vllm_config.vllm_kwargs.max_model_len={POSITIONS}",
             f"finetune.seq_length={POSITIONS}",
-            f"finetune.max_train_steps={STEPS}",
-            f"finetune.gradient_accumulation_passes={batch}",
+            f"finetune.gradient_accumulation_passes={ATTEMPTS * len(ways(package))}",
             f"attempts={ATTEMPTS}",
-            "schedule=conventional",  # a step is of one epoch, which has each way once
             "actor.rollout_timeout_s=600",
             "launcher.hang_timeout_s=600",
             "launcher.startup_timeout_s=900",  # a busy machine took more than 300 s to import vLLM
+            *overrides,
             timeout_s=RUN_TIMEOUT_S,
         )
+    with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
+        return [group for _, group in reader.read_all() if isinstance(group, RolloutGroup)]
+
+
+@needs_clients
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+@pytest.mark.parametrize("package", dict.fromkeys(program.package for program in PROGRAMS.values()))
+def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, models: Path) -> None:
+    """Every step has a group of each API, streamed and not. Trainer and server agree about each of their tokens.
+
+    The servers are real. The client is a process of its own environment in every rollout. Of its first two calls one is
+    cancelled or its answer lost, and the answer to the other is lost: it repeats them.
+    """
+    run_dir = tmp_path / "run"
+    names = ways(package)
+    # A step is of one epoch.
+    groups = train(package, run_dir, models, "schedule=conventional", f"finetune.max_train_steps={STEPS}")
     points = [point for point in read_metrics(run_dir, "finetune") if "logratio_abs_max" in point]
     assert [point["step"] for point in points] == list(range(1, STEPS + 1))
     assert {point["lag_max"] for point in points} == {0}
     assert max(point["logratio_abs_max"] for point in points) <= 2e-5
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
-    with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
-        groups = [group for _, group in reader.read_all() if isinstance(group, RolloutGroup)]
     way_of = {group.group_id: group.dataset for group in groups}
     trained = Counter(
         (entry.step, way_of[entry.sample_id.rpartition("/")[0]])
@@ -100,4 +104,19 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
     assert all(one["num_cancelled"] + one["num_repeated"] >= 2 for one in met)
     assert sum(one["num_cancelled"] for one in met) > 0
     assert sum(one["num_parallel"] for one in met) > 0
-    assert (sum(one["num_sub_agent"] for one in met) > 0) == (tool == "submit")
+    assert (sum(one["num_sub_agent"] for one in met) > 0) == (next(iter(names.values())).tool == "submit")
+
+
+@needs_clients
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_versions_change_under_a_streaming_client(package: str, tmp_path: Path, models: Path) -> None:
+    """The trainer runs beside the rollouts, so that turns of one conversation are sampled by several versions."""
+    run_dir = tmp_path / "run"
+    groups = train(package, run_dir, models, "finetune.max_train_steps=20")
+    ledger = read_ledger(run_dir)
+    assert ledger.violations == ()
+    assert max(point["lag_max"] for point in read_metrics(run_dir, "finetune") if "lag_max" in point) > 0
+    streamed = [rollout for group in groups if group.dataset.endswith("-stream") for rollout in group.rollouts]
+    assert max(len(set(one.spans[:, 2])) for rollout in streamed for one in rollout.sequences) > 1
