@@ -114,7 +114,7 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
 def test_versions_change_under_a_streaming_client(package: str, tmp_path: Path, models: Path) -> None:
     """The trainer runs beside the rollouts, so that turns of one conversation are sampled by several versions."""
     run_dir = tmp_path / "run"
-    groups = train(package, run_dir, models, "finetune.max_train_steps=20")
+    groups = train(package, run_dir, models, "finetune.max_train_steps=8")
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
     assert max(point["lag_max"] for point in read_metrics(run_dir, "finetune") if "lag_max" in point) > 0
