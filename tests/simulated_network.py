@@ -259,7 +259,7 @@ class Network:
             self._usual.record(pull.version, self.num_bytes, reports)
             verdict = judge_links(reports, names, pending.standings, self._usual.seconds(self.num_bytes))
             for one in self.clients:
-                one.standing.judge(one.name, verdict)
+                one.standing.judge(one.name, pull.version, verdict)
         if client.standing.gives_slowly and reports:
             uplink = self._by_name[client.name].up(self._now)
             client.standing.gauge(client.name, self.num_bytes / uplink, healthy_s(reports))

@@ -154,7 +154,7 @@ class Pushing:
         servers = {address: client.name for client in pool for address in client.workers}
         verdict = judge_links(reports, servers, pending.standings, usual_s)
         for client in pool:
-            client.standing.judge(client.name, verdict)
+            client.standing.judge(client.name, pending.version, verdict)
 
     def _measure_uplink(self, client: ServerClient, num_bytes: int, reports: Sequence[Report]) -> None:
         """Has the uplink of a server measured from which nobody pulls any more, beside everything else.

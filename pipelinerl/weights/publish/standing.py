@@ -167,22 +167,32 @@ class Standing:
     """See ``LinkVerdict.limits``, of its last update."""
     _uplink: Probation = field(default_factory=Probation)
     """Its looks are gauges."""
+    _versions: dict[str, int] = field(default_factory=dict)
+    """The newest version of which the update showed this."""
 
     @property
     def is_slow(self) -> bool:
         return self.gives_slowly or self.takes_slowly
 
-    def judge(self, server: str, verdict: LinkVerdict) -> None:
-        """Takes the newest verdict on an update. What it did not measure stays as it was."""
+    def judge(self, server: str, version: int, verdict: LinkVerdict) -> None:
+        """Takes the verdict on the update to a version. It may change with every report, also with one that comes late.
+
+        What it did not measure stays as it was, and so does what the update to a newer version showed.
+        """
         before = (self.gives_slowly, self.takes_slowly)
-        if server in verdict.gives_well | verdict.gives_slowly:
+        if server in verdict.gives_well | verdict.gives_slowly and self._is_newest("gives", version):
             self.gives_slowly = server in verdict.gives_slowly
-        if server in verdict.takes_well | verdict.takes_slowly:
+        if server in verdict.takes_well | verdict.takes_slowly and self._is_newest("takes", version):
             self.takes_slowly = server in verdict.takes_slowly
-        self.limit = verdict.limits.get(server, self.limit)
+        if server in verdict.limits and self._is_newest("limit", version):
+            self.limit = verdict.limits[server]
         if self.gives_slowly and not before[0]:
             self._uplink.passes = 0
         self._tell(server, before)
+
+    def _is_newest(self, what: str, version: int) -> bool:
+        self._versions[what] = max(self._versions.get(what, version), version)
+        return version == self._versions[what]
 
     def fail(self, server: str) -> None:
         """Records that the server did not get all bytes in time, and that its own link was the limit."""

@@ -87,6 +87,11 @@ def test_server_that_was_held_up_by_a_slow_one_holds_up_nobody_itself() -> None:
     assert later_over_without(4, 16, {1: ("downlink", 10), 2: ("downlink", 10)}, pause=0.5) <= BAR
 
 
+def test_slow_server_that_ends_a_version_late_has_nobody_judged_by_that_version_again() -> None:
+    """Its report comes after the next version showed that server 5, behind the slow uplink, is healthy."""
+    assert later_over_without(8, 24, {4: ("uplink", 4), 0: ("both", 10)}, pause=2.0) <= BAR
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(case=slow_servers(), pause=st.sampled_from([0.0, 0.5, 2.0]))

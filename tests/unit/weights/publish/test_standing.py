@@ -104,18 +104,29 @@ def test_servers_that_waited_for_others_are_not_judged() -> None:
 
 def test_standing_keeps_what_an_update_did_not_measure_and_takes_what_it_did() -> None:
     standing = Standing(gives_slowly=True, takes_slowly=True)
-    standing.judge("a", LinkVerdict(takes_well=frozenset("a")))
+    standing.judge("a", 1, LinkVerdict(takes_well=frozenset("a")))
     assert (standing.gives_slowly, standing.takes_slowly) == (True, False)
+
+
+def test_late_report_of_an_older_version_does_not_undo_what_a_newer_one_showed() -> None:
+    standing, one = Standing(), frozenset("a")
+    older = LinkVerdict(takes_slowly=one, gives_slowly=one, limits={"a": 4.0})
+    standing.judge("a", 1, older)
+    standing.judge("a", 2, LinkVerdict(takes_well=one, limits={"a": 1.0}))
+    standing.judge("a", 1, older)
+    assert (standing.gives_slowly, standing.takes_slowly, standing.limit) == (True, False, 1.0)
+    standing.judge("a", 1, LinkVerdict(gives_well=one))
+    assert not standing.gives_slowly, "of its uplink that version is still the newest"
 
 
 def test_server_is_well_again_after_a_fast_gauge_and_after_two_the_second_time() -> None:
     standing, slow = Standing(), LinkVerdict(gives_slowly=frozenset("a"))
-    standing.judge("a", slow)
+    standing.judge("a", 1, slow)
     standing.gauge("a", 20, 2)
     assert standing.is_slow
     standing.gauge("a", 2, 2)
     assert not standing.is_slow
-    standing.judge("a", slow)
+    standing.judge("a", 1, slow)
     standing.gauge("a", 2, 2)
     assert standing.is_slow
     standing.gauge("a", 2, 2)
@@ -133,9 +144,9 @@ def test_limit_is_that_of_its_own_links_and_zero_for_who_waited_for_others() -> 
     verdict = judge_links(reports, SERVERS)
     assert verdict.limits == {"a": 1.0, "b": 4.0, "c": 0.0, "d": 0.0}
     standing = Standing(takes_slowly=True, limit=3.0)
-    standing.judge("b", LinkVerdict())
+    standing.judge("b", 1, LinkVerdict())
     assert standing.limit == 3.0, "it is not in this update"
-    standing.judge("b", verdict)
+    standing.judge("b", 1, verdict)
     assert standing.limit == 4.0
 
 
