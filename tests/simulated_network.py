@@ -201,14 +201,19 @@ class Network:
             for pull in self._step(step_s):
                 self._end(pull)
             late = [m for m in self.clients if not self._is_pulling(m) and not self._has(m, pending.version)]
-            holders = [one for one in self.clients if self._has(one, pending.version) or one.name in pending.pulls]
-            holders = [one for one in holders if not one.is_suspect]
-            before = [client.last for client in self.clients if client.last is not None]
-            for dispatch in joining(pending, late, holders, [TRAINER], BUCKET):
-                self._start(pending, dispatch, before)
+            if late:
+                self._join(pending, late)
             running = [pull for pull in self._pulls.values() if pull.is_running]
             if all(pull.choice.is_own_limit for pull in running) and not self.is_overlapping:
                 step_s = COARSE_STEP_S
+
+    def _join(self, pending: PendingVersion, late: Sequence[ServerClient]) -> None:
+        """Starts the pulls of servers that came after the chain."""
+        holders = [one for one in self.clients if self._has(one, pending.version) or one.name in pending.pulls]
+        holders = [one for one in holders if not one.is_suspect]
+        before = [client.last for client in self.clients if client.last is not None]
+        for dispatch in joining(pending, late, holders, [TRAINER], BUCKET):
+            self._start(pending, dispatch, before)
 
     @property
     def is_overlapping(self) -> bool:
@@ -301,8 +306,9 @@ class Network:
                     down = min(down, left / OLDER_SHARE)
                 return min(down, max(there, 0.0) / STEP_S)
 
-            for count, number in enumerate(sorted(flows, key=most)):
-                got[number] = min(most(number), left / (len(flows) - count))
+            wanted = sorted((most(number), number) for number in flows)
+            for count, (rate, number) in enumerate(wanted):
+                got[number] = min(rate, left / (len(flows) - count))
                 left -= got[number]
         return got
 
