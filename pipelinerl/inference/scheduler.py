@@ -17,7 +17,7 @@ The engine around it gets one more command: the swap of the weights between two 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +86,8 @@ class AnswerScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._version = "default"
-        self._salts: dict[str, str] = {}
-        """Version → its salt, for versions that have come again."""
-        self._repeats = 0
+        self._lives: list[range] = []
+        """The versions of each life of the trainer, which makes some again after a restart. The newest life last."""
         self._held: dict[str, _Held] = {}
         self._finished = self._preempted = self._sampled = 0
 
@@ -134,10 +133,12 @@ class AnswerScheduler(AsyncScheduler):
 
     def set_weight_version(self, version: str) -> None:
         """Takes the new weight version and restarts prefills. Called while the engine is paused between steps."""
-        if self._version.isdecimal() and version.isdecimal() and int(version) <= int(self._version):
-            self._repeats += 1
-        if self._repeats:
-            self._salts[version] = f"{version}, {self._repeats}"
+        if version.isdecimal():
+            number = int(version)
+            if self._lives and number >= self._lives[-1].stop:
+                self._lives[-1] = range(self._lives[-1].start, number + 1)
+            else:
+                self._lives.append(range(number, number + 1))
         self._version = version
         for request in [request for request in reversed(self.running) if _is_prefilling(request)]:
             self.running.remove(request)
@@ -151,7 +152,7 @@ class AnswerScheduler(AsyncScheduler):
     def _salt(self, request: Request) -> None:
         """Lets a prompt find only what the live version computed. After a swap it is salted again."""
         version = request.cache_salt if _marked(request, PINNED) else self._version
-        salt = self._salts.get(version, version) if version is not None else None
+        salt = salt_of(version, self._lives) if version is not None else None
         if request.num_output_tokens or request.cache_salt == salt:
             return
         request.cache_salt = salt
@@ -175,6 +176,19 @@ class AnswerScheduler(AsyncScheduler):
             return None
         del self._held[output.request_id]
         return held.whole(output)
+
+
+def salt_of(version: str, lives: Sequence[range]) -> str:
+    """Returns the salt of blocks that were computed under a version, when it came last.
+
+    Args:
+        lives: the versions of each life of the trainer, the newest life last.
+    """
+    if version.isdecimal():
+        for life in range(len(lives) - 1, 0, -1):
+            if int(version) in lives[life]:
+                return f"{version}, {life}"
+    return version
 
 
 def _hash_again(request: Request) -> None:

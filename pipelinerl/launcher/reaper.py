@@ -38,17 +38,26 @@ def all_processes() -> list[int]:
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Return the paths of shared-memory segments and semaphores that these processes have mapped.
 
-    They are compared by inode, because a semaphore's creator has it mapped under its first, temporary name.
+    They are compared by device and inode, because a semaphore's creator has it mapped under its first, temporary name.
+    Other containers have segments with the same inodes on devices of their own.
     """
-    inodes: set[int] = set()
+    mapped: set[tuple[int, int]] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/maps") as stream:
-                inodes.update(int(line.split(maxsplit=5)[4]) for line in stream if SHARED_MEMORY in line)
+                mapped.update(_device_and_inode(line) for line in stream if SHARED_MEMORY in line)
     with contextlib.suppress(OSError):
         with os.scandir(SHARED_MEMORY) as entries:
-            return {entry.path for entry in entries if entry.inode() in inodes}
+            found = [(entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
+            return {path for path, status in found if (status.st_dev, status.st_ino) in mapped}
     return set()
+
+
+def _device_and_inode(line: str) -> tuple[int, int]:
+    """Of the file in a line of /proc/PID/maps: `ADDRESSES MODE OFFSET MAJOR:MINOR INODE PATH`."""
+    _, _, _, device, inode, _ = line.split(maxsplit=5)
+    major, minor = (int(part, 16) for part in device.split(":"))
+    return os.makedev(major, minor), int(inode)
 
 
 def signal_all(pids: list[int], number: int) -> None:

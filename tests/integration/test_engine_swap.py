@@ -95,3 +95,19 @@ def test_engine_core_has_what_the_swap_calls() -> None:
     assert EngineCoreProc.swap_weights is swap_weights
     for name in ("pause_scheduler", "collective_rpc", "set_weight_version", "resume_scheduler"):
         assert callable(getattr(EngineCore, name))
+
+
+def test_version_that_comes_again_has_a_new_salt_and_one_before_the_restart_keeps_its_own() -> None:
+    """The trainer restarts at 12, and again at 11. Conversations may name any version that came."""
+    from pipelinerl.inference.scheduler import AnswerScheduler, salt_of
+
+    scheduler = AnswerScheduler.__new__(AnswerScheduler)
+    scheduler._version, scheduler._lives, scheduler.running = "default", [], []
+    live = []
+    for version in ("0", "10", "13", "12", "14", "11", "12"):
+        scheduler.set_weight_version(version)
+        live.append(salt_of(version, scheduler._lives))
+    assert live == ["0", "10", "13", "12, 1", "14, 1", "11, 2", "12, 2"]
+    assert [salt_of(version, scheduler._lives) for version in ("10", "13", "14")] == ["10", "13, 1", "14, 1"]
+    assert salt_of("default", scheduler._lives) == "default"
+    assert len(scheduler._lives) == 3

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import io
 import os
 import signal
 import subprocess
@@ -113,6 +114,23 @@ def test_segment_that_another_role_goes_on_using_stays() -> None:
     close(trainer)
     assert reaper.sweep(server.run, grace_s=0, segments={path}) == 0
     assert not os.path.exists(path), "nobody uses it any more"
+
+
+@pytest.mark.parametrize(("away", "is_held"), [(0, True), (1, False)])
+def test_segment_of_another_device_with_the_same_inode_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, away: int, is_held: bool
+) -> None:
+    """Another container has a device of its own under /dev/shm."""
+    path = Path(f"/dev/shm/pipelinerl-test-{os.getpid()}")
+    path.write_bytes(bytes(64))
+    status = path.stat()
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev) + away:02x}"
+    line = f"7f0000000000-7f0000001000 rw-s 00000000 {device} {status.st_ino}    {path}\n"
+    monkeypatch.setattr(reaper, "open", lambda name: io.StringIO(line), raising=False)
+    try:
+        assert reaper.shared_memory_of([1]) == ({str(path)} if is_held else set())
+    finally:
+        path.unlink()
 
 
 def test_reaper_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
