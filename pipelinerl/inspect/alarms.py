@@ -19,8 +19,9 @@ from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed,
 
 FEWEST_POINTS = 12
 """A run of 60 fast steps has so many points of the actor, each the mean of hundreds of rollouts."""
-ENTROPY_LEFT, ENTROPY_SUCCESS = 0.1, 0.5
-"""Collapse: less than this share of the first entropy is left while success is below the second value."""
+ENTROPY_LEFT = 1 / 3
+"""Share of the entropy that success explains, below which the policy is too sure. A size of effect: in healthy runs of
+`benchmarks/why.py` 0.8 to 1.4 of it is left."""
 SOLVED = 0.95
 """Success beyond which nothing is left to gain."""
 ROLLOUTS_IN_MEAN = 1024
@@ -324,19 +325,26 @@ def reward_without_success(history: History) -> Iterable[Alarm]:
 
 
 def entropy_collapse(history: History) -> Iterable[Alarm]:
-    """Alarm if the entropy collapses before the policy succeeds."""
+    """Alarm if the policy loses much more entropy than its success explains.
+
+    A policy that knows the answers to some problems, and guesses at the others as it did at first, has lost the entropy
+    of the known ones alone: what it keeps is in proportion to its failures. One that keeps less is sure of wrong
+    answers.
+    """
     points = _with(history.finetune, TrainerMetric.ENTROPY, fewest=FEWEST_POINTS)
-    if not points:
+    success = success_shift(_with(history.actor, ActorMetric.SUCCESS, fewest=FEWEST_POINTS))
+    if not points or success is None or success.now >= SOLVED:
         return
-    before, now = ends_of([float(point[TrainerMetric.ENTROPY]) for point in points])
-    successes = [point[ActorMetric.SUCCESS] for point in _with(history.actor, ActorMetric.SUCCESS)][-WINDOW:]
-    success = statistics.fmean(successes) if successes else 0.0
-    if now < ENTROPY_LEFT * before and success < ENTROPY_SUCCESS:
-        first = next(point[STEP] for point in points if point[TrainerMetric.ENTROPY] < ENTROPY_LEFT * before)
+    values = [float(point[TrainerMetric.ENTROPY]) for point in points]
+    entropy = shift_of(values)
+    explained = entropy.before * min(1.0, (1 - success.now) / max(1 - success.before, 1 - SOLVED))
+    limit = ENTROPY_LEFT * explained
+    if entropy.now < limit and entropy._replace(before=explained).fell:
         yield Alarm(
             name="entropy collapse",
-            step=first,
-            text=f"entropy fell from {before:.2g} to {now:.2g} nats while success is {success:.2f}",
+            step=next(point[STEP] for point, value in zip(points, values, strict=True) if value < limit),
+            text=f"entropy fell from {entropy.before:.2g} to {entropy.now:.2g} nats, and success of {success.now:.2f} "
+            f"explains a fall to {explained:.2g}: the policy is sure of wrong answers",
             cure="You could "
             + offered(
                 (history.settings.has_entropy_bonus, "set finetune.rl.entropy_bonus"),

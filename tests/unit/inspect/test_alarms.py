@@ -101,11 +101,18 @@ def test_reward_hack_is_what_success_does_not_explain(
     assert sum(bool(list(reward_without_success(History(actor=run)))) for run in runs) == hacked
 
 
-def test_entropy_collapse_names_its_step_and_not_a_solved_task() -> None:
-    falling = points(entropy=[1.0] * 20 + [0.01] * 20)
-    (alarm,) = found(finetune=falling, actor=points(success=[0.2] * N, reward=[0.2] * N))
+def test_entropy_collapse_is_what_success_does_not_explain() -> None:
+    """Success of 0.2, then 0.4 explains a fall of the entropy from 1 to 0.75, and a third of that is 0.25."""
+    success = [0.2] * 20 + [0.4] * 20
+    learning = points(success=success, reward=success)
+    sure, unsure = points(entropy=[1.0] * 20 + [0.2] * 20), points(entropy=[1.0] * 20 + [0.3] * 20)
+    (alarm,) = found(finetune=sure, actor=learning)
     assert (alarm.name, alarm.step) == ("entropy collapse", 20)
-    assert found(finetune=falling) == [], "it succeeds"
+    assert "success of 0.40 explains a fall to 0.75" in alarm.text
+    assert found(finetune=unsure, actor=learning) == []
+    noisy = points(entropy=[1.0] * 20 + [0.2 + 0.15 * (-1) ** i for i in range(20)])
+    assert found(finetune=noisy, actor=learning) == [], "a fall from 0.75 to 0.2 is within its noise"
+    assert found(finetune=sure, actor=points(success=[0.2] * 20 + [0.99] * 20)) == [], "nothing is left to gain"
 
 
 def test_length_explosion_needs_cuts_or_a_runaway() -> None:
