@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup
-from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from tests.clients.exchanges import RECORDED, play, replay
 from tests.clients.programs import PROGRAMS, PYTHON
 from tests.clients.training import POSITIONS, forks_of, ways
@@ -69,6 +69,7 @@ def train(package: str, run_dir: Path, models: Path, *overrides: str) -> list[Ro
             *overrides,
             timeout_s=RUN_TIMEOUT_S,
         )
+    set_streams_backend("files")
     with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
         return [group for _, group in reader.read_all() if isinstance(group, RolloutGroup)]
 
