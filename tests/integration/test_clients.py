@@ -113,7 +113,7 @@ def test_model_trains_five_steps_with_the_client(package: str, tmp_path: Path, m
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_versions_change_under_a_streaming_client(package: str, tmp_path: Path, models: Path) -> None:
-    """The trainer runs beside the rollouts: what is streamed is of several versions, and some of it is older than its step."""
+    """The trainer runs beside the rollouts: streamed answers are of several versions, some older than their step."""
     run_dir = tmp_path / "run"
     groups = train(package, run_dir, models, "finetune.max_train_steps=8")
     ledger = read_ledger(run_dir)
