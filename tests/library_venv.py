@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-libraries"
-EXTRAS = ("gymnasium", "mcp", "openenv", "reasoning-gym", "textarena", "verifiers")
+EXTRAS = ("gymnasium", "mcp", "openenv", "reasoning-gym", "sandboxes", "textarena", "verifiers")
 
 
 def library_python() -> Path:

@@ -29,7 +29,7 @@ MORE = {
     "cpu": ["torch==2.13.0+cpu", "intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"],
     "gpu": ["torch!=2.13.0+cpu"],
 }
-NOT_LOCKED = {"flash", "gymnasium", "openenv", "reasoning-gym", "textarena", "verifiers"}
+NOT_LOCKED = {"flash", "gymnasium", "openenv", "reasoning-gym", "sandboxes", "textarena", "verifiers"}
 """flash is built on the machine, against the torch that is there. Of the libraries one wants an older openai, and none
 is needed by the tests."""
 MACHINES = ("x86_64", "aarch64")

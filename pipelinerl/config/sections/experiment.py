@@ -243,7 +243,8 @@ class Config(Section):
     )
     sandbox: str | None = key(
         None,
-        "dotted name of a function of yours `(cfg, session)` that returns the sandbox of domains that run code "
+        "dotted name of a function `(cfg, session)` that returns the sandbox of domains that run code: "
+        "`pipelinerl.domains.sandbox.remote.daytona`, `.e2b`, `.modal`, or yours "
         "([verification.md](verification.md#another-sandbox)). Null = SandboxFusion or the embedded one",
         may_change=True,
     )
@@ -253,7 +254,9 @@ class Config(Section):
         "else the embedded sandbox",
         may_change=True,
     )
-    sandbox_timeout_s: PositiveFloat = key(10, "longest time of one run of a program in SandboxFusion", may_change=True)
+    sandbox_timeout_s: PositiveFloat = key(
+        10, "longest time of one run of a program in SandboxFusion or on a provider's machine", may_change=True
+    )
     environments: list[dict[str, Any]] | dict[str, dict[str, Any]] = key(
         [],
         "servers of your own, which the run starts and supervises. An entry has `_target_` (a class with a method "

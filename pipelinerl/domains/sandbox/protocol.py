@@ -1,7 +1,7 @@
 """What a sandbox is for domains: it runs a Python program on inputs and tells what was seen.
 
-The embedded sandbox (``runner``) and SandboxFusion (``fusion``) are sandboxes, and so is any object of the user's own
-with this method.
+The embedded sandbox (``runner``), SandboxFusion (``fusion``) and machines of a provider (``remote``) are sandboxes, and
+so is any object of the user's own with this method.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,149 @@
+"""Runs programs on machines of a provider, through its own client: ``sandbox=pipelinerl.domains.sandbox.remote.e2b``.
+
+``daytona``, ``e2b`` and ``modal`` are functions for the key ``sandbox``. Keys and addresses stand where each client
+looks for them (`DAYTONA_API_KEY`, `E2B_API_KEY`, `MODAL_TOKEN_ID` and `MODAL_TOKEN_SECRET`). Every run has a machine of
+its own without a network, because runs share nothing. What the provider or the network to it fails at is a
+``VerifierError`` and no outcome.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from omegaconf import DictConfig
+
+from pipelinerl.domains.sandbox.fusion import RUN_TIMEOUT_S
+from pipelinerl.domains.sandbox.inside import remote as inside
+from pipelinerl.domains.sandbox.protocol import Outcome
+from pipelinerl.domains.sandbox.runner import KILLED, Limits
+from pipelinerl.errors import VerifierError
+
+AT_ONCE = 32
+"""Machines that one rollout worker has at a time."""
+START_S = 120
+"""Longest time from the request of a machine to its end, besides the program's own."""
+FOLDER = "/tmp/program"
+OUTPUT_BYTES = Limits().output_kb * 1024
+
+Execute = Callable[[Mapping[str, bytes], Sequence[str], int], Awaitable[str]]
+"""Writes files (by absolute path), runs a command for so many seconds at most, and returns what it printed."""
+Machines = Callable[[int], AbstractAsyncContextManager[Execute]]
+"""A new machine, which the provider ends after so many seconds in any case."""
+
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+class RemoteSandbox:
+    """A ``ProgramRunner``.
+
+    Args:
+        provider: its name, for messages.
+        machines: makes the machines.
+        run_timeout_s: longest time of one run.
+    """
+
+    def __init__(self, provider: str, machines: Machines, run_timeout_s: float = RUN_TIMEOUT_S):
+        self._provider, self._machines, self._run_timeout_s = provider, machines, run_timeout_s
+
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for stdin in stdins:
+            outcomes.append(outcome := await self._run(code, stdin))
+            if outcome.ended != "exited" or (stop_on_failure and outcome.exit_code):
+                break
+        return outcomes
+
+    async def _run(self, code: str, stdin: str) -> Outcome:
+        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": Path(inside.__file__).read_text()}
+        files = {f"{FOLDER}/{name}": text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
+        command = ["python3", f"{FOLDER}/remote.py", FOLDER, str(self._run_timeout_s), str(OUTPUT_BYTES)]
+        lifetime_s = int(self._run_timeout_s) + START_S
+        slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
+        try:
+            async with slots, asyncio.timeout(lifetime_s), self._machines(lifetime_s) as execute:
+                printed = await execute(files, command, lifetime_s)
+        except Exception as error:  # the clients raise errors of many kinds
+            raise VerifierError(f"{self._provider} did not run the program: {type(error).__name__}: {error}") from error
+        return outcome_of(self._provider, printed)
+
+
+def outcome_of(provider: str, printed: str) -> Outcome:
+    """Converts what `inside.remote` printed. Raises ``VerifierError`` if the run did not begin."""
+    head, _, line = printed.partition("\n")
+    if head != inside.BEGINS:
+        raise VerifierError(f"{provider}'s machine does not run programs: {printed[-300:]!r}")
+    return msgspec.json.decode(line, type=Outcome) if line else KILLED
+
+
+@asynccontextmanager
+async def daytona_machine(lifetime_s: int) -> AsyncIterator[Execute]:
+    from daytona import AsyncDaytona, CreateSandboxFromSnapshotParams
+
+    minutes = -(-lifetime_s // 60)
+    params = CreateSandboxFromSnapshotParams(
+        language="python", network_block_all=True, ephemeral=True, ttl_minutes=minutes
+    )
+    async with AsyncDaytona() as client:
+        sandbox = await client.create(params, timeout=lifetime_s)
+
+        async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
+            for path, data in files.items():
+                await sandbox.fs.upload_file(data, path)
+            return (await sandbox.process.exec(" ".join(command), timeout=limit_s)).result
+
+        try:
+            yield execute
+        finally:
+            await client.delete(sandbox)
+
+
+@asynccontextmanager
+async def e2b_machine(lifetime_s: int) -> AsyncIterator[Execute]:
+    from e2b import AsyncSandbox
+
+    sandbox = await AsyncSandbox.create(timeout=lifetime_s, allow_internet_access=False)
+
+    async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
+        for path, data in files.items():
+            await sandbox.files.write(path, data)
+        return (await sandbox.commands.run(" ".join(command), timeout=limit_s)).stdout
+
+    try:
+        yield execute
+    finally:
+        await sandbox.kill()
+
+
+@asynccontextmanager
+async def modal_machine(lifetime_s: int) -> AsyncIterator[Execute]:
+    from modal import App, Image, Sandbox
+
+    app = await App.lookup.aio("pipelinerl", create_if_missing=True)
+    image = Image.debian_slim()
+    sandbox = await Sandbox.create.aio(app=app, image=image, timeout=lifetime_s, block_network=True)
+
+    async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
+        for path, data in files.items():
+            await sandbox.filesystem.write_bytes.aio(data, path)
+        process = await sandbox.exec.aio(*command, timeout=limit_s)
+        return await process.stdout.read.aio()
+
+    try:
+        yield execute
+    finally:
+        await sandbox.terminate.aio()
+
+
+def _make(provider: str, machines: Machines, cfg: DictConfig, session: aiohttp.ClientSession) -> RemoteSandbox:
+    """Returns the sandbox of a run (`ProgramRunner`). The clients have sessions of their own."""
+    return RemoteSandbox(provider, machines, cfg.get("sandbox_timeout_s") or RUN_TIMEOUT_S)
+
+
+daytona = partial(_make, "Daytona", daytona_machine)
+e2b = partial(_make, "E2B", e2b_machine)
+modal = partial(_make, "Modal", modal_machine)
