@@ -117,25 +117,32 @@ async def run_agent_process(
         DomainError: the program ended with a non-zero status.
     """
     async with record_agent(llm, session) as recorded:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=agent_environment(os.environ, recorded, env or {}, passed_variables),
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
-        )
-        try:
-            out, err = await process.communicate(stdin.encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if process.returncode and recorded.failure is None:
+        environment = agent_environment(os.environ, recorded, env or {}, passed_variables)
+        status, out, err = await run_program(command, stdin, environment)
+        if status and recorded.failure is None:
             message = err.decode(errors="replace")[-500:]
-            raise DomainError(f"{command[0]} ended with status {process.returncode}: {message}")
+            raise DomainError(f"{command[0]} ended with status {status}: {message}")
         return _rewarded(recorded, out.decode(errors="replace"), score, dataset_name)
+
+
+async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]) -> tuple[int | None, bytes, bytes]:
+    """Runs a program to its end and returns its status, output and error output. What it started ends with it."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+    )
+    try:
+        out, err = await process.communicate(stdin.encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    return process.returncode, out, err
 
 
 def agent_environment(

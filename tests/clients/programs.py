@@ -3,21 +3,15 @@
 The programs run in an environment of their own, which `make clients` makes and ``CLIENTS_PYTHON`` may name.
 """
 
-import asyncio
-import contextlib
 import json
 import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from pipelinerl.agents import RecordedAgent
-from pipelinerl.agents.run import agent_environment
+from pipelinerl.agents.run import agent_environment, run_program
 from pipelinerl.errors import DomainError
-from pipelinerl.world.process import die_with_parent
 
 FOLDER = Path(__file__).parent
 PYTHON = Path(os.environ.get("CLIENTS_PYTHON", FOLDER.parents[1] / ".venv-clients" / "bin" / "python"))
@@ -142,21 +136,8 @@ async def run_behind(
         DomainError: the client ended with a non-zero status.
     """
     addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env=agent_environment(os.environ, agent, {**variables, **addresses}),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=partial(die_with_parent, signal.SIGKILL),
-    )
-    try:
-        out, err = await process.communicate(question.encode())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if process.returncode:
-        raise DomainError(f"{list(command)} ended with {process.returncode}: {err.decode()[-2000:]}")
+    environment = agent_environment(os.environ, agent, {**variables, **addresses})
+    status, out, err = await run_program(command, question, environment)
+    if status:
+        raise DomainError(f"{list(command)} ended with {status}: {err.decode()[-2000:]}")
     return out.decode()

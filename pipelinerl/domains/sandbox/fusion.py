@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from pipelinerl.domains.sandbox.protocol import Outcome
+from pipelinerl.domains.sandbox.protocol import Outcome, run_in_turn
 from pipelinerl.errors import VerifierError
 
 RETRIES = 4
@@ -37,12 +38,7 @@ class SandboxFusion:
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         """See ``ProgramRunner``. A service that does not answer is asked ``RETRIES`` times more."""
-        outcomes = []
-        for stdin in stdins:
-            outcomes.append(await self._run(code, stdin))
-            if outcomes[-1].ended != "exited" or (stop_on_failure and outcomes[-1].exit_code):
-                break
-        return outcomes
+        return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self._run_timeout_s}

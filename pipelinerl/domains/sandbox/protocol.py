@@ -4,7 +4,7 @@ The embedded sandbox (``runner``), SandboxFusion (``fusion``) and machines of a 
 so is any object of the user's own with this method.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,3 +41,15 @@ class ProgramRunner(Protocol):
                 repeated and counted, and has no reward.
         """
         ...
+
+
+async def run_in_turn(
+    run: Callable[[str], Awaitable[Outcome]], stdins: Sequence[str], *, stop_on_failure: bool
+) -> list[Outcome]:
+    """Makes one run after the other, each by ``run`` of its standard input, as long as ``ProgramRunner`` says."""
+    outcomes: list[Outcome] = []
+    for stdin in stdins:
+        outcomes.append(outcome := await run(stdin))
+        if outcome.ended != "exited" or (stop_on_failure and outcome.exit_code):
+            break
+    return outcomes

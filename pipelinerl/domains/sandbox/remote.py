@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.sandbox.fusion import RUN_TIMEOUT_S
 from pipelinerl.domains.sandbox.inside import remote as inside
-from pipelinerl.domains.sandbox.protocol import Outcome
+from pipelinerl.domains.sandbox.protocol import Outcome, run_in_turn
 from pipelinerl.domains.sandbox.runner import KILLED, Limits
 from pipelinerl.errors import VerifierError
 
@@ -28,6 +28,8 @@ AT_ONCE = 32
 START_S = 120
 """Longest time from the request of a machine to its end, besides the program's own."""
 FOLDER = "/tmp/program"
+INSIDE = Path(inside.__file__).read_text()
+"""What runs a program there."""
 OUTPUT_BYTES = Limits().output_kb * 1024
 
 Execute = Callable[[Mapping[str, bytes], Sequence[str], int], Awaitable[str]]
@@ -51,15 +53,10 @@ class RemoteSandbox:
         self._provider, self._machines, self._run_timeout_s = provider, machines, run_timeout_s
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for stdin in stdins:
-            outcomes.append(outcome := await self._run(code, stdin))
-            if outcome.ended != "exited" or (stop_on_failure and outcome.exit_code):
-                break
-        return outcomes
+        return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
-        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": Path(inside.__file__).read_text()}
+        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": INSIDE}
         files = {f"{FOLDER}/{name}": text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
         command = ["python3", f"{FOLDER}/remote.py", FOLDER, str(self._run_timeout_s), str(OUTPUT_BYTES)]
         lifetime_s = int(self._run_timeout_s) + START_S
