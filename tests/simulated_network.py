@@ -248,7 +248,7 @@ class Network:
         client.is_suspect = bool(pull.error)
         if pull.error == OWN_LINK:
             self.failures.append(client.name)
-            client.standing.fail(client.name)
+            client.standing.fail(client.name, pull.version)
         if pull.done_s is None:
             return
         answer = WeightUpdateAnswer(
@@ -267,7 +267,7 @@ class Network:
                 one.standing.judge(one.name, pull.version, verdict)
         if client.standing.gives_slowly and reports:
             uplink = self._by_name[client.name].up(self._now)
-            client.standing.gauge(client.name, self.num_bytes / uplink, healthy_s(reports))
+            client.standing.gauge(client.name, pull.version, self.num_bytes / uplink, healthy_s(reports))
 
     def _is_still(self, process: str) -> bool:
         """Whether a process stands still."""

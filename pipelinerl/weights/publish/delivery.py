@@ -144,7 +144,7 @@ class Pushing:
                 self._usual.record(request.version, num_bytes, reports)
                 self._judge(reports, pending, pool, self._usual.seconds(num_bytes))
             size = answer.staged_bytes if request.base_version is None else num_bytes
-            self._measure_uplink(client, size, pending.reports.get(request.base_version, []))
+            self._measure_uplink(client, request.version, size, pending.reports.get(request.base_version, []))
             if checker := pool.checker_of(client):
                 checker.start_check(client.name, request.version)
         self._wake()
@@ -156,23 +156,24 @@ class Pushing:
         for client in pool:
             client.standing.judge(client.name, pending.version, verdict)
 
-    def _measure_uplink(self, client: ServerClient, num_bytes: int, reports: Sequence[Report]) -> None:
+    def _measure_uplink(self, client: ServerClient, version: int, num_bytes: int, reports: Sequence[Report]) -> None:
         """Has the uplink of a server measured from which nobody pulls any more, beside everything else.
 
         Args:
-            num_bytes: that a worker of it would have to send in an update like that of the reports.
+            version: of the update of the reports.
+            num_bytes: that a worker of it would have to send in such an update.
         """
         is_running = client.gauge is not None and not client.gauge.done()
         if client.standing.gives_slowly and reports and not is_running:
-            client.gauge = asyncio.create_task(self._gauge(client, num_bytes, healthy_s(reports)))
+            client.gauge = asyncio.create_task(self._gauge(client, version, num_bytes, healthy_s(reports)))
 
-    async def _gauge(self, client: ServerClient, num_bytes: int, seconds: float) -> None:
+    async def _gauge(self, client: ServerClient, version: int, num_bytes: int, seconds: float) -> None:
         try:
             rates = [await asyncio.to_thread(uplink_rate, worker, self._settings.secret) for worker in client.workers]
         except WireError as error:
             log.info("event=uplink_not_measured server=%s error=%s", client.name, error)
             return
-        client.standing.gauge(client.name, num_bytes / min(rates), seconds)
+        client.standing.gauge(client.name, version, num_bytes / min(rates), seconds)
 
 
 def record_update(server: str, version: int, began: int, answer: WeightUpdateAnswer | None, num_bytes: int) -> None:

@@ -95,7 +95,7 @@ class ServerClient:
             log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
         elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
             if OWN_LINK in outcome.error:
-                self.standing.fail(self.name)
+                self.standing.fail(self.name, outcome.version)
             self.refused_at = time.monotonic() if self.refused_at is None else self.refused_at
             log.error(
                 "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error

@@ -168,7 +168,7 @@ class Standing:
     _uplink: Probation = field(default_factory=Probation)
     """Its looks are gauges."""
     _versions: dict[str, int] = field(default_factory=dict)
-    """The newest version of which the update showed this."""
+    """What of it → the newest version of which the update showed this. Older ones change it no more."""
 
     @property
     def is_slow(self) -> bool:
@@ -194,17 +194,27 @@ class Standing:
         self._versions[what] = max(self._versions.get(what, version), version)
         return version == self._versions[what]
 
-    def fail(self, server: str) -> None:
-        """Records that the server did not get all bytes in time, and that its own link was the limit."""
+    def fail(self, server: str, version: int) -> None:
+        """Records that the server did not get all bytes of a version in time, and that its own link was the limit."""
         before = (self.gives_slowly, self.takes_slowly)
-        self.takes_slowly, self.limit = True, math.inf
+        if self._is_newest("takes", version):
+            self.takes_slowly = True
+        if self._is_newest("limit", version):
+            self.limit = math.inf
         self._tell(server, before)
 
-    def gauge(self, server: str, seconds: float, fastest_s: float) -> None:
-        """Takes a measurement of the uplink: ``seconds`` that a whole version would take over it."""
+    def gauge(self, server: str, version: int, seconds: float, fastest_s: float) -> None:
+        """Takes a measurement of the uplink, after the update to a version.
+
+        One that clears it is newer than all that this update shows, also in reports that come later.
+
+        Args:
+            seconds: that a whole version would take over it.
+        """
         before = (self.gives_slowly, self.takes_slowly)
-        if self.gives_slowly:
-            self.gives_slowly = not self._uplink.clears(is_well=not is_slow(seconds, fastest_s))
+        if self.gives_slowly and self._uplink.clears(is_well=not is_slow(seconds, fastest_s)):
+            self.gives_slowly = False
+            self._is_newest("gives", version + 1)
         self._tell(server, before)
 
     def _tell(self, server: str, before: tuple[bool, bool]) -> None:

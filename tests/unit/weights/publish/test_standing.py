@@ -122,15 +122,37 @@ def test_late_report_of_an_older_version_does_not_undo_what_a_newer_one_showed()
 def test_server_is_well_again_after_a_fast_gauge_and_after_two_the_second_time() -> None:
     standing, slow = Standing(), LinkVerdict(gives_slowly=frozenset("a"))
     standing.judge("a", 1, slow)
-    standing.gauge("a", 20, 2)
+    standing.gauge("a", 1, 20, 2)
     assert standing.is_slow
-    standing.gauge("a", 2, 2)
+    standing.gauge("a", 2, 2, 2)
     assert not standing.is_slow
+    standing.judge("a", 3, slow)
+    standing.gauge("a", 4, 2, 2)
+    assert standing.is_slow
+    standing.gauge("a", 5, 2, 2)
+    assert not standing.is_slow
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_late_report_does_not_undo_what_the_gauge_showed(late: int) -> None:
+    """The gauge was after the update to version 2, and a server of the chain of version 1 or 2 ended later."""
+    standing, slow = Standing(), LinkVerdict(gives_slowly=frozenset("a"))
     standing.judge("a", 1, slow)
-    standing.gauge("a", 2, 2)
-    assert standing.is_slow
-    standing.gauge("a", 2, 2)
-    assert not standing.is_slow
+    standing.gauge("a", 2, 2, 2)
+    standing.judge("a", late, slow)
+    assert not standing.gives_slowly
+    standing.judge("a", 3, slow)
+    assert standing.gives_slowly, "the update to the next version measured it again"
+
+
+def test_late_failure_of_an_older_version_does_not_undo_what_a_newer_one_showed() -> None:
+    standing = Standing()
+    standing.judge("a", 2, LinkVerdict(takes_well=frozenset("a"), limits={"a": 1.0}))
+    standing.fail("a", 1)
+    assert (standing.takes_slowly, standing.limit) == (False, 1.0)
+    standing.fail("a", 3)
+    standing.judge("a", 2, LinkVerdict(takes_well=frozenset("a"), limits={"a": 1.0}))
+    assert (standing.takes_slowly, standing.limit) == (True, math.inf), "nor does an older success undo a failure"
 
 
 def test_limit_is_that_of_its_own_links_and_zero_for_who_waited_for_others() -> None:
@@ -152,7 +174,7 @@ def test_limit_is_that_of_its_own_links_and_zero_for_who_waited_for_others() -> 
 
 def test_server_that_failed_by_its_own_link_takes_slowly() -> None:
     standing = Standing()
-    standing.fail("a")
+    standing.fail("a", 1)
     assert (standing.takes_slowly, standing.limit) == (True, math.inf)
 
 
