@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -67,6 +68,16 @@ def cases(servers: int) -> list[Case]:
     ]
     large = [{0: ("uplink", 1 / 4)}, {0: ("uplink", 1 / 30), middle: ("downlink", 1 / 10)}]
     return [*(Case(servers, 16, one) for one in slow), *(Case(servers, 48, one) for one in large)]
+
+
+def drawn_cases(servers: int, count: int, seed: int) -> list[Case]:
+    """One or two slow servers at drawn places, of drawn kinds, shares and sizes."""
+    drawn, made = random.Random(f"{seed} {servers}"), []
+    for _ in range(count):
+        places = drawn.sample(range(servers), drawn.choice([1, 2]))
+        slow = {place: (drawn.choice(["uplink", "downlink", "both"]), 1 / drawn.randint(4, 30)) for place in places}
+        made.append(Case(servers, drawn.choice([16, 24, 48]), slow))
+    return made
 
 
 @contextmanager
@@ -192,7 +203,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--servers", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--mb", type=int, nargs="+", default=[16, 48])
+    parser.add_argument("--mb", type=int, nargs="+", default=[16, 48], help="sizes of the cases that are always made")
+    parser.add_argument("--drawn", type=int, default=2, help="drawn cases for each number of servers")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     parser.add_argument("--rate-mb", type=float, default=8, help="MB/s of every healthy link")
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--timeout-s", type=float, default=60, help="`weights.timeout_s`")
@@ -204,11 +217,13 @@ def main() -> None:
         "cores": os.cpu_count(),
         "commit": commit(),
     }
-    document |= {"rate_mb_per_s": args.rate_mb, "timeout_s": args.timeout_s, "bar": BAR, "rows": rows}
+    document |= {"rate_mb_per_s": args.rate_mb, "timeout_s": args.timeout_s, "seed": args.seed}
+    document |= {"bar": BAR, "rows": rows}
     with forkserver():
         for servers in args.servers:
             with receivers(servers, rate=rate) as running:
-                for case in (case for case in cases(servers) if case.mb in args.mb):
+                fixed = [case for case in cases(servers) if case.mb in args.mb]
+                for case in [*drawn_cases(servers, args.drawn, args.seed), *fixed]:
                     rows.append(row_of(case, running, rate, args.updates, args.timeout_s))
                     print(rows[-1], flush=True)
                     if args.json:
