@@ -125,7 +125,14 @@ def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> 
     return Recipe(tags=ANSWER_TAGS, max_number=largest_target, conversation=conversation, steps=steps)
 
 
-def laps(num_stations: int = 44, max_laps: int = 50, layers: int = 2, heads: int = 2, steps: int = 600) -> Recipe:
+def laps(
+    num_stations: int = 44,
+    max_laps: int = 50,
+    layers: int = 2,
+    heads: int = 2,
+    positions: int = 4096,
+    steps: int = 600,
+) -> Recipe:
     """Walks the wanted laps without a slip and either way round: right once in two.
 
     The window reaches back to the line before, so what was learned on the first laps holds for any number of them.
@@ -143,7 +150,7 @@ def laps(num_stations: int = 44, max_laps: int = 50, layers: int = 2, heads: int
         max_number=0,
         conversation=conversation,
         steps=steps,
-        shape=Shape(layers=layers, heads=heads, positions=4096, window=num_stations + 12),
+        shape=Shape(layers=layers, heads=heads, positions=positions, window=num_stations + 12),
         batch_size=16,
         cut_tokens=3 * num_stations,
     )

@@ -40,15 +40,10 @@ BFLOAT16 = (
     "++tiny_model.params.heads=1",
     "++tiny_model.params.steps=40",
 )
-STARTUP_S, LONGEST = 60, 4000
+STARTUP_S = 60
 LATE = (
     "finetune.max_train_steps=1",
-    "attempts=32",
-    "finetune.gradient_accumulation_passes=32",
-    f"llm.parameters.max_tokens={LONGEST}",
     "+llm.parameters.ignore_eos=true",
-    f"vllm_config.vllm_kwargs.max_model_len={LONGEST + 96}",
-    f"finetune.seq_length={LONGEST + 96}",
     "actor.request_timeout_s=1700",
     "actor.rollout_timeout_s=1700",
     f"launcher.startup_timeout_s={STARTUP_S}",
@@ -103,13 +98,21 @@ def test_bfloat16_with_24_layers_trains_20_steps_and_no_server_is_expelled(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_first_data_may_come_later_than_a_role_may_start(tmp_path: Path):
-    """Answers of 4,000 tokens. Trainer and preprocessor are ready and wait, which is no fault."""
-    folder = tmp_path / "run"
-    overrides = [*SHORT[1:], *BFLOAT16[1:], *LATE]
-    summary = run_experiment("long_tiny", folder, *overrides, timeout_s=1780)
+@pytest.mark.parametrize(("longest", "attempts"), [(4000, 32), (8000, 8)])
+def test_first_data_may_come_later_than_a_role_may_start(tmp_path: Path, longest: int, attempts: int):
+    """One group of long answers of 24 layers. Trainer and preprocessor are ready and wait, which is no fault."""
+    folder, length = tmp_path / "run", longest + 96
+    lengths = (
+        f"attempts={attempts}",
+        f"finetune.gradient_accumulation_passes={attempts}",
+        f"llm.parameters.max_tokens={longest}",
+        f"vllm_config.vllm_kwargs.max_model_len={length}",
+        f"finetune.seq_length={length}",
+        f"++tiny_model.params.positions={length}",
+    )
+    summary = run_experiment("long_tiny", folder, *SHORT[1:], *BFLOAT16[1:], *LATE, *lengths, timeout_s=1780)
     assert summary["optimizer_steps"] == 1
-    trained = rollouts_of(folder)[:32]
-    assert [len(sequence.logprobs) for rollout in trained for sequence in rollout.sequences] == [LONGEST] * 32
+    trained = rollouts_of(folder)[:attempts]
+    assert [len(sequence.logprobs) for rollout in trained for sequence in rollout.sequences] == [longest] * attempts
     (step,) = read_metrics(folder, "finetune")
     assert step["wait_s"] > STARTUP_S, "answers too fast for this test to mean anything"

@@ -125,7 +125,7 @@ class Pushing:
         client, num_bytes = dispatch.client, dispatch.num_bytes
         started, began, answer, reason = time.monotonic(), time.time_ns(), None, ""
         try:
-            answer = await client.post(request)
+            answer = await client.post(request, self._settings.timeout_s)
         except WeightUpdateError as error:
             reason = str(error)
         seconds = time.monotonic() - started

@@ -137,13 +137,16 @@ class ServerClient:
                 return msgspec.json.decode(response.content, type=WeightInfo)
         return None
 
-    async def post(self, request: WeightUpdateRequest) -> WeightUpdateAnswer:
+    async def post(self, request: WeightUpdateRequest, timeout_s: float) -> WeightUpdateAnswer:
         """Sends an update request. Returns when the version is live.
+
+        Args:
+            timeout_s: longer than that of the request: a slow server notices its own only between two buckets.
 
         Raises:
             WeightUpdateError: the update failed or timed out.
         """
-        timeout = httpx.Timeout(request.timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
+        timeout = httpx.Timeout(timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
         try:
             response = await self.http.post(
@@ -151,7 +154,7 @@ class ServerClient:
             )
         except httpx.TimeoutException as error:
             raise WeightUpdateError(
-                f"{self.name} has not version {request.version} within weights.timeout_s={request.timeout_s:g}"
+                f"{self.name} has not version {request.version} within weights.timeout_s={timeout_s:g}"
             ) from error
         except httpx.HTTPError as error:
             raise WeightUpdateError(f"{self.name} at {self.job.url}: {error or type(error).__name__}") from error

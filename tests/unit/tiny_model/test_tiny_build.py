@@ -162,10 +162,12 @@ def test_cache_that_cannot_be_written_costs_nothing_but_a_warning(tmp_path, capl
 
 
 def test_shape_of_a_recipe_is_that_of_its_model(tmp_path):
-    folder = build(tmp_path / "model", "laps", 0, {"steps": 2, "layers": 3, "heads": 1, "num_stations": 18})
+    folder = build(
+        tmp_path / "model", "laps", 0, {"steps": 2, "layers": 3, "heads": 1, "positions": 8192, "num_stations": 18}
+    )
     config = json.loads((folder / "config.json").read_text())
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "sliding_window")
-    assert [config[name] for name in shape] == [3, 32, 1, 4096, 30]
+    assert [config[name] for name in shape] == [3, 32, 1, 8192, 30]
 
 
 def test_command_keeps_models_in_the_folder_of_the_variable(tmp_path, monkeypatch):
