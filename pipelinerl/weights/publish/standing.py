@@ -2,9 +2,9 @@
 
 Servers report the links that were a limit (`protocol.Link`). A slow link has two ends, and one of them is at fault.
 Whoever did well on another link of the same update is not. If that clears neither, both are taken for slow until the
-next update or the gauge clears one: the place at the end of the chain costs a healthy server nothing. A link of which
-one end is known to be slow says nothing about the other. Between slow and well nothing is said, and what was known
-stays: two slow servers that share an uplink look half as slow as they are.
+next update or the gauge clears one: the place at the end of the chain costs a healthy server little, as it shares an
+uplink at most with slow ones. A link of which one end is known to be slow says nothing about the other. Between slow
+and well nothing is said, and what was known stays: two slow servers that share an uplink look half as slow as they are.
 
 A busy machine may make any number of healthy servers look slow. So those that are slow to receive form a chain, too,
 behind the healthy ones (`dispatch.chain_place`), in which nobody shares an uplink. Those of which an update showed no
