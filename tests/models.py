@@ -47,6 +47,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 10944, "n_routed_experts": 128, "moe_intermediate_size": 1408, "num_experts_per_tok": 8}
     | {"first_k_dense_replace": 1, "n_shared_experts": 1}
     | _attention(96, 8, head_dim=128, attention_bias=True),
+    "Qwen3-Next-80B-A3B": {"model_type": "qwen3_next", "num_hidden_layers": 48, "vocab_size": 151936}
+    | {"hidden_size": 2048, "intermediate_size": 5120, "shared_expert_intermediate_size": 512}
+    | {"num_experts": 512, "moe_intermediate_size": 512, "num_experts_per_tok": 10}
+    | _attention(16, 2, head_dim=256),
 }
 """Published models: what of their configurations decides the shapes of their tensors."""
 

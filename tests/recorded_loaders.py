@@ -88,11 +88,13 @@ def specs_of(folder: Path) -> tuple[ParamSpec, ...]:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     names = CheckpointNames(lm)
+    parts = [(name, "bfloat16", parameter) for name, parameter in lm.named_parameters()]
+    parts += [(name, spec_of(name, buffer).dtype, buffer) for name, buffer in names.buffers()]
     return tuple(
-        ParamSpec(block.name, "bfloat16", block.shape)
-        for name, parameter in lm.named_parameters()
-        for block in names.blocks(name, tuple(parameter.shape))
-    ) + tuple(spec_of(*item) for item in names.buffers())
+        ParamSpec(block.name, dtype, block.shape)
+        for name, dtype, part in parts
+        for block in names.blocks(name, tuple(part.shape))
+    )
 
 
 def learned(config: Any, layout: Layout) -> dict[str, Any]:

@@ -44,10 +44,14 @@ class _Recorder(TorchDispatchMode):
         self.computed: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            self.assignments.append((args[0], args[1]))
-            return result
+            target, source = args[:2]
+            self.assignments.append((target, source))
+            if source.is_meta and not target.is_meta:  # some models make parameters on a device of their own choice
+                func(target.to(META), source)
+                return target
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view:
             given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
             self.computed |= {self._sent[storage] for storage in given & self._sent.keys()}

@@ -106,6 +106,22 @@ def test_buffer_into_which_a_loader_copies_is_learned() -> None:
     assert plan.unlearned == ()
 
 
+def test_parameter_that_has_memory_in_a_model_without_is_learned() -> None:
+    """Hybrid models make some of theirs on a device of their own choice."""
+    model = bare(0)
+    model.decay = torch.nn.Parameter(torch.ones(5, device="cpu"), requires_grad=False)
+    specs = (*LAYOUT.specs, ParamSpec("decay", "float32", (5,)))
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        *experts, (_, decay) = weights
+        model.load_weights(experts)
+        model.decay.data.copy_(decay)
+
+    plan = learn(model, load, specs)
+    assert [copy.target for copy in plan.copies] == ["weight", "weight", "decay"]
+    assert plan.unlearned == ()
+
+
 def test_large_version_whose_loader_looks_at_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "WHOLE_BYTES", LAYOUT.num_bytes)
     assert learned(bare(2, looks=True), lambda: Experts(2, looks=True), LAYOUT).copies
