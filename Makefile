@@ -7,7 +7,7 @@ RUN ?= results/quickstart
 WORKERS ?= 2
 PACKAGES := pipelinerl conf tests benchmarks assets tools
 
-# Without bytecode every process of a test would compile torch and vLLM: 42 CPU seconds of a server's start instead of 18.
+# Else every process that a test starts would compile torch and vLLM, which takes longer than it runs for.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock

@@ -43,10 +43,7 @@ State = dict[str, dict[Any, Any]]
 
 
 def process_state() -> State:
-    """Values are references. Of a container in a module variable the length is kept, too.
-
-    It is taken twice for each of thousands of tests, so that a millisecond more makes all of them ten seconds longer.
-    """
+    """Values are references. Of a container in a module variable the length is kept, too."""
     state: State = {
         "environment variable": {k: v for k, v in os.environ.items() if not k.startswith(UNCOMPARED_VARIABLES)},
         "process's": _process(),
@@ -181,7 +178,7 @@ def _interpreter() -> dict[str, Any]:
         "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, warnings.showwarning),
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
-        "garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.get_freeze_count() > 0),
+        "garbage collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
         "start method": multiprocessing.get_start_method(allow_none=True) or "fork",  # the default
         "event loop policy": type(asyncio.get_event_loop_policy()),
         "decimal context": str(decimal.getcontext()),
