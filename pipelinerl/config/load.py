@@ -4,11 +4,11 @@ Every refusal is a `ConfigError` that names key, value, constraint and fix. Noth
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -50,8 +50,20 @@ def to_container(cfg: DictConfig) -> dict[str, Any]:
 
 
 def missing_keys(cfg: DictConfig) -> list[str]:
-    """Keys that the experiment must give and does not."""
-    return sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
+    """Keys that the experiment must give and does not. One that refers to another is not looked at itself."""
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    return sorted(key for key in _missing_in(plain, "") if not key.startswith("hydra"))
+
+
+def _missing_in(value: Any, key: str) -> Iterator[str]:
+    if value == MISSING:
+        yield key
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _missing_in(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _missing_in(item, f"{key}[{place}]")
 
 
 def must_be_given(missing: Sequence[str]) -> str:
@@ -108,6 +120,8 @@ def _explain(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if item["type"] == "missing":
+        if is_free_form(key):  # of an entry that `base` does not have
+            return f"`{key}` must be given"
         return f"`{key}` is missing: start the experiment's YAML with `defaults: [base, _self_]` or set it"
     constraint = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return f"`{key}` is {item['input']!r}: it {constraint}"

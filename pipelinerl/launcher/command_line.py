@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,7 +184,7 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
     if unknown:
         key = unknown.group(1)
         if is_free_form(key) and not rename_of(key):
-            return fault_of(key) or f"`{key}` is not in the configuration yet: add it with +{key}=…"
+            return fault_of(key) or explain_new_key(key, siblings_of(error))
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if isinstance(error, OverrideParseException):
         return explain_override(error.override)
@@ -193,10 +193,32 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
         near = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
         others = [other for other in names if other not in near]
         return f"there is no configuration {name!r}; there are {', '.join([*near, *others])}"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        near = difflib.get_close_matches(name, error.options, n=1)
+        told = f"; did you mean `{near[0]}`?" if near else f": it may be {', '.join(error.options)}"
+        return f"`{group}={name}`: there is no file {name}.yaml in conf/{group}{told}"
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"{mark.name}:{mark.line + 1}: not valid YAML: {error.problem}"
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def siblings_of(error: Exception) -> list[str]:
+    """The keys of the section in which an override found none of its name."""
+    section = getattr(error.__cause__, "parent_node", None)
+    return [str(name) for name in section] if isinstance(section, Mapping) else []
+
+
+def explain_new_key(key: str, siblings: Sequence[str]) -> str:
+    """Explains a key that a section with keys of the user's own does not have."""
+    section, _, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    if near:
+        return (
+            f"`{key}` is not in the configuration; did you mean `{section}.{near[0]}`? A new key is added with +{key}=…"
+        )
+    return f"`{key}` is not in the configuration yet: add it with +{key}=…"
 
 
 def explain_override(override: str) -> str:

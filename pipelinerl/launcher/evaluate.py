@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.origin import make_importable
-from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.paths import EXPORTS, RUN_CONFIG
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
@@ -152,10 +152,15 @@ def chosen_ks(text: str | None, attempts: int) -> list[int]:
 def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the launcher's command line. The user's settings come last."""
     config_name, config_dir = args.config_name, args.config_dir
+    if (run := run_of(args.model)) is not None and not Path(args.model).exists():
+        raise ConfigError(f"{args.model!r} does not exist{newest_model(run, ': the newest model of that run is {}')}")
     if config_name is None:
         run = run_of(args.model)
         if run is None:
-            raise ConfigError(f"--config-name is missing: {args.model!r} is no model in a run folder")
+            raise ConfigError(
+                f"--config-name is missing: {args.model!r} is no model in a run folder"
+                + newest_model(Path(args.model), ", but a run: its newest model is {}")
+            )
         make_importable(run)
         config_name, config_dir = RUN_CONFIG.stem, run / RUN_CONFIG.parent
     own = {
@@ -168,6 +173,12 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
     settings = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     searched = [f"--config-dir={config_dir}"] if config_dir else []
     return [*searched, f"--config-name={config_name}", *settings, *args.overrides]
+
+
+def newest_model(run: Path, words: str) -> str:
+    """The words with the newest model of a run in their place for it. Empty if it has none."""
+    exports = sorted((run / EXPORTS).glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
+    return words.format(exports[-1]) if exports else ""
 
 
 def run_of(model: str) -> Path | None:

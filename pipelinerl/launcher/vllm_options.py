@@ -20,13 +20,15 @@ FRONT = ("entrypoints/common/cli_args.py", "entrypoints/launchers/cli_args.py")
 """Where vLLM 0.33 and 0.32 have it."""
 CERTAIN = ("max-model-len", "dtype", "response-role")
 """Options of both. Where one is not found, the source is another than the one that is known here."""
-
+SAMPLING = "sampling_params.py"
+CERTAIN_SAMPLING = ("max_tokens", "temperature")
+"""Fields of its class `SamplingParams`."""
 
 PREFIX = "vllm_config.vllm_kwargs."
 
 
 def check_options(config: Config) -> None:
-    """Refuse an option that vLLM does not have. Its own parser would, when a server has imported everything.
+    """Refuse an option or a sampling parameter that vLLM does not have. A server would after its imports.
 
     Raises:
         ConfigError: with the nearest name.
@@ -34,6 +36,13 @@ def check_options(config: Config) -> None:
     for name in server_options(config):
         if (fault := fault_of(PREFIX + name)) is not None:
             raise ConfigError(fault)
+    known = sampling_parameters()
+    for section in ("llm", "test_llm"):
+        for name in getattr(config, section).parameters if known else ():
+            if name not in known:
+                near = nearest_key(name, sorted(known))
+                meant = f"; did you mean `{near}`?" if near else ""
+                raise ConfigError(f"`{section}.parameters.{name}` is no sampling parameter of vLLM's{meant}")
 
 
 def fault_of(key: str) -> str | None:
@@ -57,6 +66,24 @@ def option_names() -> frozenset[str]:
     sources = [path for path in (root / ENGINE, *(root / name for name in FRONT)) if path.exists()]
     names = frozenset(name for path in sources for name in names_in(path.read_text()))
     return names if names >= set(CERTAIN) else frozenset()
+
+
+def sampling_parameters() -> frozenset[str]:
+    """Names of vLLM's sampling parameters. Empty: they are not known."""
+    spec = find_spec("vllm")
+    path = Path(spec.origin).parent / SAMPLING if spec is not None and spec.origin is not None else None
+    if path is None or not path.exists():
+        return frozenset()
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = (
+        part.target
+        for node in classes
+        if node.name == "SamplingParams"
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+    )
+    names = frozenset(field.id for field in fields if isinstance(field, ast.Name))
+    return names if names >= set(CERTAIN_SAMPLING) else frozenset()
 
 
 def names_in(source: str) -> Iterator[str]:

@@ -156,6 +156,8 @@ def choose_rates(args: argparse.Namespace, cfg: Config, lengths: Lengths, per_ll
         return measured_rates(dict(args.decode), args.train)
     model = args.model or cfg.model_path
     shape = find_model_shape(model)
+    if shape is None and not args.model and cfg.tiny_model is not None:
+        raise ConfigError("the run builds its model itself: give --model=FOLDER, or measured rates (--decode, --train)")
     if shape is None:
         raise ConfigError(
             f"the config.json of {model!r} is not on this machine: give a local folder, or measured rates "

@@ -33,6 +33,8 @@ def read_spans(run_dir: Path) -> list[TimelineSpan]:
     Raises:
         ConfigError: there are none.
     """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a run folder: there is no such folder")
     found = [(process_of(path), span) for path in files_of(run_dir) for batch in in_file(path) for span in batch.spans]
     if not found:
         raise ConfigError(

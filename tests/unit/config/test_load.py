@@ -32,6 +32,12 @@ def test_to_container_missing_values_are_named_together() -> None:
         to_container(compose("base"))
 
 
+def test_to_container_missing_value_that_others_refer_to_is_named_alone() -> None:
+    cfg = compose("base", [*REQUIRED[1:], "model_path=${output_dir}/model", "finetune.num_warmup_steps=???"])
+    with pytest.raises(ConfigError, match=r"^`finetune.num_warmup_steps`, `output_dir` must be given"):
+        to_container(cfg)
+
+
 def test_to_container_broken_interpolation_is_named() -> None:
     cfg = compose("base", [*REQUIRED, "model_path=${nowhere}"])
     with pytest.raises(ConfigError, match="`model_path` cannot be resolved"):
@@ -139,3 +145,8 @@ def test_resolve_function_names_the_module_that_a_module_lacks(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="lame_domain needs module 'surely_not_installed'"):
         resolve_function("lame_domain.load")
+
+
+def test_validate_key_of_an_entry_that_base_does_not_have_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"^`tiny_model.seed` must be given; `tiny_model.params` must be given$"):
+        validate(compose("base", [*REQUIRED, "tiny_model={recipe: largest}"]))

@@ -90,13 +90,20 @@ def test_options_that_vllm_has_are_accepted_in_every_spelling(given: str) -> Non
     assert checks.options_of_servers(start(f"+vllm_config.vllm_kwargs.{given}")) == []
 
 
+def test_sampling_parameter_that_vllm_does_not_have_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=says("`test_llm.parameters.max_tokns`", "did you mean `max_tokens`?")):
+        checks.options_of_servers(start("+test_llm.parameters.max_tokns=5"))
+    assert checks.options_of_servers(start("+llm.parameters.min_p=0.1")) == []
+
+
 def test_options_are_not_judged_by_a_source_that_is_laid_out_in_another_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / vllm_options.ENGINE).write_text("class EngineArgs:\n    max_model_len: int = 0\n")
     monkeypatch.setattr(vllm_options, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert vllm_options.option_names() == frozenset()
+    (tmp_path / vllm_options.SAMPLING).write_text("class SamplingParams:\n    top_p: float = 1.0\n")
+    assert vllm_options.option_names() == vllm_options.sampling_parameters() == frozenset()
 
 
 def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:

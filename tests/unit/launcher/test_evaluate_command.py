@@ -56,6 +56,23 @@ def test_incomplete_evaluation_says_so() -> None:
     assert table_lines(result, [1, 4])[-1] == "only 25.0% of the attempts have a result"
 
 
+def test_a_run_in_place_of_its_model_is_refused_with_its_newest_model(tmp_path: Path) -> None:
+    for step in (80, 160, 9):
+        (tmp_path / f"run/exports/step_{step}").mkdir(parents=True)
+    args = parser().parse_args([str(tmp_path / "run")])
+    with pytest.raises(ConfigError, match=r"but a run: its newest model is .*run/exports/step_160$"):
+        arguments_of(args, tmp_path)
+
+
+def test_a_model_that_a_run_does_not_have_is_refused_with_its_newest_one(tmp_path: Path) -> None:
+    (tmp_path / "run/exports/step_80").mkdir(parents=True)
+    (tmp_path / "run/conf").mkdir()
+    (tmp_path / "run/conf/config.yaml").touch()
+    args = parser().parse_args([str(tmp_path / "run/exports/step_90")])
+    with pytest.raises(ConfigError, match=r"step_90' does not exist: the newest model of that run is .*/step_80$"):
+        arguments_of(args, tmp_path)
+
+
 def test_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["nowhere/model", "--config-name=nonexistent"]) == 2

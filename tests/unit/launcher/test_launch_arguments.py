@@ -1,7 +1,7 @@
 """What Hydra gets of the user's command line, and how its errors are told."""
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, HydraException
 
 from pipelinerl.config.load import compose
 from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments
@@ -48,6 +48,24 @@ def test_explain_unknown_override_in_one_line(key: str, told: str) -> None:
         f"Could not override '{key}'.\nTo append to your config use +{key}=1\nKey not in struct"
     )
     assert explain_refusal(error) == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (
+            "llm.parameters.max_tokns=3",
+            "`llm.parameters.max_tokns` is not in the configuration; did you mean `llm.parameters.max_tokens`? "
+            "A new key is added with +llm.parameters.max_tokns=…",
+        ),
+        ("finetune=grp", "`finetune=grp`: there is no file grp.yaml in conf/finetune; did you mean `grpo`?"),
+        ("streams=kafka", "`streams=kafka`: there is no file kafka.yaml in conf/streams: it may be files, redis"),
+    ],
+)
+def test_explain_what_hydra_refuses_by_the_names_that_are_there(typed: str, told: str) -> None:
+    with pytest.raises(HydraException) as refused:
+        compose("quickstart", [typed])
+    assert explain_refusal(refused.value) == told
 
 
 def test_explain_misspelt_option_of_vllm_names_the_nearest_one_before_the_missing_plus() -> None:

@@ -80,6 +80,7 @@ def test_recommendation_can_be_simulated(capsys):
         (["--decode", "8:100"], "together"),
         (["--model", "no-such/model"], "is not on this machine"),
         (["--gpus", "8", "--batch-size", "1", "--max-lag", "0"], "respects a lag of 0"),
+        (["--config-name", "quickstart"], "the run builds its model itself: give --model=FOLDER"),
         (["--config-name", "no-such"], "no-such"),
         (["--override", "no.such=1"], "no.such"),
     ],
