@@ -1,10 +1,10 @@
 """Predicted tokens/s and MFU of trainer and servers, for the dry run. Pure; nothing here was measured.
 
 A roofline over the data sheet of the GPU (`rates`). The trainer's operations are those of the parameters (forward,
-backward, and once more with gradient checkpointing that is not selective) and of causal attention over whole
-micro-batches. MFU counts only 6 operations per active parameter and trained token, or 2 per decoded one
-(arXiv:2204.02311), so that recomputation and attention lower it. `pipelinerl gpu-check` compares the prediction with a
-card.
+backward, and once more with gradient checkpointing) and of causal attention over whole micro-batches. Selective
+checkpointing counts like the other: it computes less again, but took as long on an H200, because of Python. MFU counts
+only 6 operations per active parameter and trained token, or 2 per decoded one (arXiv:2204.02311), so that recomputation
+and attention lower it. `pipelinerl gpu-check` compares the prediction with a card.
 """
 
 import msgspec
@@ -67,7 +67,7 @@ def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleS
     """Documents are assumed as long as a prompt and a longest completion, at most a micro-batch."""
     longest = min(cfg.finetune.seq_length, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
-    each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is True)
+    each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is not False)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,

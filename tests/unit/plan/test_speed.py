@@ -50,11 +50,10 @@ def test_recomputation_and_attention_lower_the_mfu_of_the_trainer() -> None:
     forward = 2 * PARAMETERS + 28 * 28 * 2 * 2 * 128 * 500
     assert speed.tokens_per_s == pytest.approx(4 * 0.35 * 989e12 / (3 * forward))
     assert speed.mfu == pytest.approx(0.35 * 2 * PARAMETERS / forward)
-    assert trainer_speed(make_config(), SHAPE, H100, 4).mfu < 0.75 * speed.mfu
-    selective = make_config(
-        "finetune.gradient_checkpointing=selective", "llm.parameters={max_tokens: 500, temperature: 1.0}"
-    )
-    assert trainer_speed(selective, SHAPE, H100, 4) == speed
+    recomputed = make_config()
+    assert trainer_speed(recomputed, SHAPE, H100, 4).mfu < 0.75 * speed.mfu
+    selective = make_config("finetune.gradient_checkpointing=selective")
+    assert trainer_speed(selective, SHAPE, H100, 4) == trainer_speed(recomputed, SHAPE, H100, 4)
 
 
 def test_a_server_decodes_what_its_cache_holds_and_the_configuration_allows() -> None:
