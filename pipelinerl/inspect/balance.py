@@ -143,13 +143,11 @@ def better_split(balance: Balance, splits: Divisions) -> tuple[Division, float] 
 
     A side's speed grows with its devices. Of splits that are equally fast the first one counts.
     """
-    if balance.narrow not in ("generation", "training"):
+    now = splits.now.generating, splits.now.training
+    others = [other for other in splits.others if (other.generating, other.training) != now]
+    if balance.narrow not in ("generation", "training") or not others:
         return None
-    best = max(
-        splits.others,
-        key=lambda other: _speed(balance.trainer_waits.mean, balance.slots_held.mean, splits.now, other),
-        default=splits.now,
-    )
+    best = max(others, key=lambda other: _speed(balance.trainer_waits.mean, balance.slots_held.mean, splits.now, other))
     if _speed(balance.trainer_waits.least, balance.slots_held.least, splits.now, best) <= 1:
         return None
     return best, _speed(balance.trainer_waits.mean, balance.slots_held.mean, splits.now, best)
@@ -217,7 +215,8 @@ def advice(balance: Balance, splits: Divisions) -> str:
         else f"`{' '.join(found[0].overrides)}` trains up to {found[1]:.2f} × as fast (computed)"
     )
     if balance.narrow == "generation" and splits.max_rollouts != "auto":
-        return f"{words}; or raise actor.llm_max_rollouts (it is {splits.max_rollouts})"
+        also = "You could" if found is None else "You could also"
+        return f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts})"
     return words
 
 

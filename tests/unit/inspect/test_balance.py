@@ -146,6 +146,7 @@ def test_splits_of_cores_are_by_slots_and_one_rank_trains_without_an_engine_for_
     alone = world(2, cores=2)
     assert alone is not None
     assert better_split(certain(0.5, 0.0), alone) is None
+    assert better_split(certain(0.6, 0.02), alone) is None, "the present split is no other one"
 
 
 @pytest.mark.parametrize(
