@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,6 +218,13 @@ def words_of(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError:
         return line.split()
+
+
+def test_every_extra_is_in_the_table_of_installing() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (_, table) = (DOCS / "installing.md").read_text().split("## Extras")
+    named = {name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}
+    assert named == set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
