@@ -1,4 +1,4 @@
-"""Twelve failures planted into real runs, and three healthy ones: which causes does `pipelinerl why` name first?
+"""Fourteen failures planted into real runs, and three healthy ones: which causes does `pipelinerl why` name first?
 
     python -m benchmarks.why --json benchmarks/why.json
     python -m benchmarks.why --cases "wrong sign" healthy-1 --folder results/why --json benchmarks/why.json
@@ -69,6 +69,8 @@ CASES = {
     ),
     "wrong template": Case(right=("bad tokenizer",), keys=("llm.chat_template={folder}/other.jinja",)),
     "truncated prompts": Case(right=("truncated prompts",), keys=(rollout("truncated"),)),
+    "wrong references": Case(right=("confident failures",), keys=(rollout("wrong_references"),)),
+    "noisy judge": Case(right=("noisy judge",), keys=(rollout("tossed"),)),
     "judge down": Case(right=("judge down",), keys=(rollout("judge_down"),), env={"WHY_JUDGED": "3200"}),
 }
 

@@ -4,8 +4,11 @@ Each function is what a user could have written by mistake. None of them is know
 """
 
 import os
+import re
+import secrets
 import sys
 import time
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -101,6 +104,27 @@ async def truncated(cfg: DictConfig, llm: TrainableLLM, problem: dict, session: 
     question = problem["question"]
     part = question[: 2 * len(question) // 3]
     return await play(llm, part, problem, session, lambda said, gold, length: score(said, gold))
+
+
+async def wrong_references(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Compares with another of the problem's three numbers in half of the problems, always the same half."""
+    random, others = Random(problem["question"]), [int(n) for n in re.findall(r"\d+", problem["question"])]
+    if random.random() < 0.5:
+        problem = problem | {"answer": random.choice([n for n in others if n != problem["answer"]])}
+    return await play(llm, problem["question"], problem, session, lambda said, gold, length: score(said, gold))
+
+
+async def tossed(cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+    """Takes an answer of the right form for right or wrong at random."""
+
+    def judge(said: str, gold: int, length: int) -> BaseMetrics:
+        match = ANSWER.fullmatch(said)
+        right = secrets.randbelow(3) == 0
+        return score(said, gold if match is None else int(match[1]) + (not right))
+
+    return await play(llm, problem["question"], problem, session, judge)
 
 
 judged_until = int(os.environ.get("WHY_JUDGED", 0))

@@ -48,6 +48,8 @@ class Fault:
     """Version from which on no answer is judged."""
     right: str = "largest"
     """`largest`, `nothing` or `anything` is right."""
+    unsayable: float = 0.0
+    """Share of the groups whose reference is a number that the policy does not have."""
     longest: int = 6
 
 
@@ -166,7 +168,8 @@ def train_step(run: Run, logits: np.ndarray, served: Policy, answers: np.ndarray
         kind = run.random.randrange(KINDS)
         read = kind if fault.asked == 1 else 0
         played = [served.sample(read, fault.longest, run.random) for _ in range(ATTEMPTS)]
-        judged = [judge(words, int(answers[kind]), step, run) for words, _ in played]
+        reference = WORDS if fault.unsayable and run.random.random() < fault.unsayable else int(answers[kind])
+        judged = [judge(words, reference, step, run) for words, _ in played]
         own = np.array([metrics["reward"] for metrics in judged])
         advantages = fault.sign * (own - own.mean()) * ATTEMPTS / (ATTEMPTS - 1)
         advantages_seen += advantages.tolist()
@@ -188,6 +191,7 @@ def train_step(run: Run, logits: np.ndarray, served: Policy, answers: np.ndarray
                     version=max(step - LAG, 0),
                     reward=metrics["reward"],
                     success=metrics["success"],
+                    answer=bytes(words),
                     tokens=len(words),
                     is_cut=words[-1] != END,
                     certainty=float(np.mean(logprobs)),

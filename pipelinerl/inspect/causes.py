@@ -7,10 +7,11 @@ question reached the model, what the reward pays for, which tokens are trained, 
 are the alarms of `inspect.alarms`.
 """
 
+import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -46,6 +47,8 @@ UNCHANGED = 0.1
 """Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server.
 A size of effect: a server that kept its weights repeats its numbers, whatever the run's noise, and a healthy one moves
 further than the trainer. The tenth leaves room for evaluated tokens, which are more certain than sampled ones."""
+MANY_EQUAL = 4
+"""Attempts at one problem that are all equal: the policy is sure."""
 UNMOVED = 1e-4
 """The same in a run whose weights do not change what the policy says."""
 
@@ -118,6 +121,8 @@ class Attempt:
     success: float | None = None
     is_error: bool = False
     """The domain says that it failed, although it read an answer."""
+    answer: bytes | None = None
+    """Digest of all its tokens, of the prompt and of tools, too. Equal ones are the same answer to the same problem."""
     tokens: int = 1
     """Sampled."""
     is_cut: bool = False
@@ -166,12 +171,21 @@ class Evidence:
 def causes(evidence: Evidence) -> list[Cause]:
     """Return the causes, the most likely first. Empty for a run in which nothing looks wrong."""
     found = [cause for check in CHECKS for cause in check(evidence)]
-    found += [as_cause(alarm, evidence) for alarm in alarms(evidence.history) if not alarm.is_about_speed]
+    named = {cause.name for cause in found}
+    found += [
+        as_cause(alarm, evidence, named)
+        for alarm in alarms(evidence.history)
+        if not alarm.is_about_speed and alarm.name not in named
+    ]
     return sorted(found, key=lambda cause: (cause.level, -1 if cause.step is None else cause.step))
 
 
-def as_cause(alarm: Alarm, evidence: Evidence) -> Cause:
+def as_cause(alarm: Alarm, evidence: Evidence, named: Collection[str]) -> Cause:
+    """The alarm as a cause. ``named``: causes that the attempts show."""
     level, command = LEVELS.get(alarm.name, Level.SYMPTOM), COMMANDS.get(alarm.name, REPORT)
+    if alarm.name == "entropy collapse" and "confident failures" in named:
+        cure = f"If the answers of the confident failures below are right, mend their references. Else: {alarm.cure}"
+        alarm = dataclasses.replace(alarm, cure=cure)
     if alarm.name == "reward hack" and not failures_pay(evidence.attempts):
         level = Level.SYMPTOM  # what is paid beside success, as a form, is learned
     return Cause(**vars(alarm), level=level, command=command)
@@ -369,6 +383,36 @@ def count_against(values: Sequence[float]) -> str | None:
     return f"{negative} of {len(signed)} groups"
 
 
+def noisy_judge(evidence: Evidence) -> Iterable[Cause]:
+    """What equal answers to the same problem earn differs nearly as much as what different ones earn."""
+    apart = between = 0.0
+    equal = pairs = 0
+    for group in by_group(evidence.attempts):
+        same: dict[bytes, list[float]] = defaultdict(list)
+        for attempt in group:
+            if attempt.answer is not None:
+                same[attempt.answer].append(attempt.reward)
+        several = [rewards for rewards in same.values() if len(rewards) > 1]
+        if several and len(same) > 1:
+            equal += sum(len(rewards) - 1 for rewards in several)
+            apart += sum(statistics.pvariance(rewards) * len(rewards) for rewards in several)
+            earned = [reward for rewards in same.values() for reward in rewards]
+            pairs += len(earned) - 1
+            between += statistics.pvariance(earned) * len(earned)
+    if equal < FEWEST_ATTEMPTS or not between or (share := apart / equal / (between / pairs)) <= MOST:
+        return
+    yield Cause(
+        name="noisy judge",
+        step=None,
+        text=f"equal answers to the same problem earn different rewards: their variance is {share:.0%} of that between "
+        "all attempts at a problem",
+        cure="The reward says next to nothing about the answer: look for what else it depends on, such as a judge's "
+        "sampling, a state that attempts share, or an error that is paid like an answer",
+        level=Level.REWARD,
+        command="pipelinerl rollouts {run} --last 16",
+    )
+
+
 def paid_by_length(evidence: Evidence) -> Iterable[Cause]:
     """Among attempts that succeed alike, the longer ones earn more, and answers grow."""
     pays, grown = [], [float(attempt.tokens) for attempt in evidence.attempts]
@@ -493,17 +537,46 @@ def learned_by_heart(evidence: Evidence) -> Iterable[Cause]:
         )
 
 
+def confident_failures(evidence: Evidence) -> Iterable[Cause]:
+    """Of the problems to which the policy always gives the same answer, some succeed and many fail.
+
+    A policy becomes sure of what is paid. In healthy runs of `benchmarks/why.py` at most 6 % of such groups fail.
+    """
+    groups = [group for group in by_group(evidence.attempts) if len(group) >= MANY_EQUAL]
+    sure = [
+        group
+        for group in groups[-(len(groups) // 3) :]
+        if group[0].answer is not None and len({attempt.answer for attempt in group}) == 1
+    ]
+    failed = [group for group in sure if not any(attempt.success for attempt in group)]
+    low, high = wilson(len(failed) / len(sure), len(sure)) if len(sure) >= FEWEST_POINTS else (0.0, 1.0)
+    if low <= SIGNAL or high >= 1 - SIGNAL:
+        return
+    yield Cause(
+        name="confident failures",
+        step=None,
+        text=f"in {len(failed)} of the {len(sure)} newest groups on record whose attempts all give the same answer, it "
+        "fails: nothing is learned from them",
+        cure="Compare these answers with their references. Wrong references, or a judge that refuses right answers, "
+        "look like this; else the policy became sure of a mistake",
+        level=Level.OUTCOME,
+        command=f"pipelinerl rollouts {{run}} --group {failed[-1][0].group}",
+    )
+
+
 CHECKS: tuple[Callable[[Evidence], Iterable[Cause]], ...] = (
     unjudged,
     unchanged_servers,
     truncated_prompts,
     untrained_ends,
     wrong_sign,
+    noisy_judge,
     paid_by_length,
     learned_by_heart,
     wrong_difficulty,
     step_too_long,
     step_too_short,
+    confident_failures,
 )
 
 

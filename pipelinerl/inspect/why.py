@@ -7,6 +7,7 @@ Reads the folder of a running or ended run and changes nothing in it. It exits w
 `inspect.causes` has the checks, this module what they read.
 """
 
+import hashlib
 import json
 import shlex
 import sys
@@ -182,6 +183,7 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) 
         version=seen.versions[0] if seen.versions else seen.dispatched_version,
         reward=rollout.reward,
         success=metrics.get("success"),
+        answer=digest_of(rollout.sequences),
         is_error=not metrics.get("no_error", 1.0) and not metrics.get("no_answer", 1.0),
         tokens=seen.num_sampled,
         is_cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
@@ -192,6 +194,13 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) 
         advantage=seen.advantage,
         moved=moved(seen) if seen.lag else None,
     )
+
+
+def digest_of(sequences: Iterable[TrainingSequence]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for sequence in sequences:
+        digest.update(sequence.token_ids.tobytes())
+    return digest.digest()
 
 
 def prompt_of(sequence: TrainingSequence, text: TokenText) -> str:

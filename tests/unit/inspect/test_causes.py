@@ -10,7 +10,9 @@ from tests.planted_runs import FAULTS, Fault, play
 @pytest.mark.parametrize("expected", FAULTS)
 def test_planted_failure_is_the_first_cause(expected: str) -> None:
     found = causes(play(FAULTS[expected]))
-    assert [cause.name for cause in found][:1] == [expected], [cause.line() for cause in found]
+    names = [cause.name for cause in found]
+    assert names[:1] == [expected], [cause.line() for cause in found]
+    assert len(names) == len(set(names)), "a check and an alarm of one name are one cause"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -56,3 +58,61 @@ def test_judge_is_down_only_where_success_ends_at_once(last_success: int, found:
     ]
     names = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
     assert ("judge down" in names) is found
+
+
+def groups_of(answers: list[str], rewards: list[list[float]]) -> list[Attempt]:
+    """Groups in the order of their versions. A letter is an answer; success is a reward of 1."""
+    return [
+        Attempt(group=f"0-{n}", version=n, reward=reward, success=float(reward == 1), answer=letter.encode())
+        for n, (letters, earned) in enumerate(zip(answers, rewards, strict=True))
+        for letter, reward in zip(letters, earned, strict=True)
+    ]
+
+
+def named(attempts: list[Attempt]) -> list[str]:
+    found = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    return [name for name in found if name in ("noisy judge", "confident failures")]
+
+
+@pytest.mark.parametrize(
+    ("earned", "found"),
+    [
+        ([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]], ["noisy judge"]),
+        ([[1.0, 1.0, 0.0, 0.0]] * 2, []),
+        ([[1.0, 0.9, 0.0, 0.1]] * 2, []),  # 0.02 of variance 0.905 / 3 lies between equal answers
+        ([[1.0, 1.0, 1.0, 1.0]] * 2, []),
+    ],
+)
+def test_judge_is_noisy_where_equal_answers_earn_as_differently_as_others(
+    earned: list[list[float]], found: list[str]
+) -> None:
+    """16 times two groups of two answers, each given twice: 64 pairs of equal answers."""
+    assert named(groups_of(["aabb"] * 32, earned * 16)) == found
+    assert named(groups_of(["aabb"] * 14, earned * 7)) == [], "28 pairs are too few"
+
+
+@pytest.mark.parametrize(
+    ("letters", "failing", "found"),
+    [
+        ("aaaa", 12, ["confident failures"]),  # 12 of 30 sure groups: from 25 % on
+        ("aaaa", 5, []),  # from 7 % on: so many may be mistakes of the policy's own
+        ("aaaa", 30, []),  # nothing is ever right
+        ("aaab", 12, []),  # the policy is not sure
+        ("aaa", 12, []),
+    ],
+)
+def test_failures_are_confident_where_all_attempts_agree_and_many_such_groups_fail(
+    letters: str, failing: int, found: list[str]
+) -> None:
+    """90 groups, of which the newest third counts."""
+    attempts = len(letters)
+    newest = [[float(n >= failing)] * attempts for n in range(30)]
+    assert named(groups_of([letters] * 90, [[1.0] * attempts] * 60 + newest)) == found
+    assert named(groups_of([letters] * 90, newest + [[1.0] * attempts] * 60)) == [], "an old state"
+
+
+def test_an_entropy_collapse_beside_confident_failures_may_be_that_of_wrong_references() -> None:
+    """A policy that is right keeps no entropy either, and wrong references keep success down."""
+    found = causes(play(Fault(learning_rate=0.3, unsayable=0.5)))
+    assert [cause.name for cause in found] == ["entropy collapse", "confident failures"]
+    assert found[0].cure.startswith("If the answers of the confident failures below are right, mend their references.")
