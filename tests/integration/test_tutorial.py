@@ -31,10 +31,10 @@ def write_domain(folder: Path, name: str, code: str, config: str) -> None:
     (folder / "conf" / f"{name}.yaml").write_text(config)
 
 
-def check_domain(folder: Path, name: str) -> None:
+def check_domain(folder: Path, name: str, *overrides: str) -> None:
     """A dry run by the page's command, and the launcher's own trial of loader and rollout."""
     arguments = [f"--config-dir={folder / 'conf'}", f"--config-name={name}", "output_dir=run", "wandb.mode=disabled"]
-    shown = run(folder, "-m", "pipelinerl.launch", *arguments, "dry_run=true", "world.gpus_per_node=8")
+    shown = run(folder, "-m", "pipelinerl.launch", *arguments, "dry_run=true", *overrides)
     assert "nothing was started" in shown
     trial = (
         "import sys; from pathlib import Path; from omegaconf import OmegaConf\n"
@@ -65,7 +65,7 @@ def sums(tmp_path: Path) -> Path:
 
 
 def test_tutorial_domain_runs(sums: Path):
-    check_domain(sums, "sums")
+    check_domain(sums, "sums", "world.gpus_per_node=8")
 
 
 def test_tutorial_domain_on_cpu_has_its_model(sums: Path):
