@@ -156,7 +156,7 @@ def dashboard() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl.inspect.exporter", description="A run's figures for Prometheus, until interrupted."
+        prog="pipelinerl exporter", description="A run's figures for Prometheus, until interrupted."
     )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--port", type=int, default=9400, help="on --host (default: %(default)s)")

@@ -278,7 +278,7 @@ def _say(entry: LedgerEntry) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl.ledger", description="What became of every dispatched rollout of a run."
+        prog="pipelinerl ledger", description="What became of every dispatched rollout of a run."
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object per rollout instead of the counts")

@@ -26,7 +26,7 @@ LOOK_AGAIN_S = 2.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl.inspect.members", description="Who is in a run now.")
+    parser = argparse.ArgumentParser(prog="pipelinerl members", description="Who is in a run now.")
     parser.add_argument("run", help="the run's folder, or redis://HOST:PORT/RUN")
     parser.add_argument("--leave", metavar="NAME", help="ask this server to end what it does and leave the run")
     args = parser.parse_args(argv)

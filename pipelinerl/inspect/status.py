@@ -247,7 +247,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl.status", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="pipelinerl status", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="run folder (output_dir)")
     parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
     parser.add_argument("--stacks", action="store_true", help="also print every live role's Python stacks")

@@ -94,7 +94,7 @@ def show_damage(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl.streams", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="pipelinerl streams", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="tail | stats | verify")
 
     def add(name: str, command: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:

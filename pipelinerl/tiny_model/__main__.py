@@ -1,7 +1,7 @@
-"""``python -m pipelinerl.tiny_model --out PATH --recipe largest --seed 0 [--param max_number=30 …]``.
+"""`pipelinerl model --out PATH --recipe largest --seed 0 [--param max_number=30 …]`: build a tiny model.
 
 A model that was built before from the same recipe, seed, parameters, code and versions is copied from the cache of the
-user: ``PIPELINERL_CACHE``, by default ``pipelinerl`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+user: PIPELINERL_CACHE, by default pipelinerl in XDG_CACHE_HOME or ~/.cache.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def user_cache() -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl.tiny_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pipelinerl model", description=__doc__)
     parser.add_argument("--out", required=True, help="folder to create; without --if-missing it must not exist")
     parser.add_argument("--recipe", required=True, help=f"one of {', '.join(sorted(RECIPES))}, or module.function")
     parser.add_argument("--seed", type=int, default=0)

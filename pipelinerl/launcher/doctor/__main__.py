@@ -118,7 +118,8 @@ def lines_of(name: str, seen: Seen, findings: Sequence[Weakness]) -> list[str]:
         for player, success, reward, tokens in earnings(seen.rollouts)
     ]
     if seen.answers is None:
-        rows.append("no value of a problem is its answer: what a right answer earns was not tried")
+        count = len({rollout.problem for rollout in seen.rollouts})
+        rows.append(f"no value of the {count} problems is surely the answer: what a right answer earns was not tried")
     for finding in findings:
         rows += [f"✗ {finding.what}", f"  {finding.evidence}", f"  → {finding.cure}"]
     return rows if findings else [*rows, "nothing was found that a policy would exploit"]

@@ -176,6 +176,8 @@ def never_right(seen: Seen) -> list[Weakness]:
     tried = [rollout for rollout in seen.rollouts if not rollout.error]
     if not seen.hidden or seen.answers is not None or not tried or any(rollout.success for rollout in tried):
         return []
+    if wilson(1.0, len({rollout.problem for rollout in tried}))[0] <= HALF:
+        return []  # so few problems that an answer to all of them would have counted as chance
     return [
         Weakness(
             what="no answer is right",

@@ -142,6 +142,13 @@ async def test_a_planted_mistake_is_named(mistake: str) -> None:
     assert expected in await found(rollout)
 
 
+async def test_two_problems_are_too_few_to_say_that_no_answer_is_right() -> None:
+    """Two right answers of two could be chance, so their value does not count as the answer."""
+    assert await found(domain(), train=problems(0, 2)) == []
+    assert "no answer is right" not in await found(PLANTED["nothing is ever right"][0], train=problems(0, 2))
+    assert "no answer is right" in await found(PLANTED["nothing is ever right"][0], train=problems(0, 5))
+
+
 async def test_training_problems_among_the_test_problems_are_named() -> None:
     def shouted(problem: Problem) -> str:
         return asked(problem).upper() if problem.get("test") else asked(problem)
