@@ -5,6 +5,7 @@ vLLM registers the engine's options by literal names, and the front's by the fie
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,8 +65,14 @@ def option_names() -> frozenset[str]:
         return frozenset()
     root = Path(spec.origin).parent
     sources = [path for path in (root / ENGINE, *(root / name for name in FRONT)) if path.exists()]
-    names = frozenset(name for path in sources for name in names_in(path.read_text()))
+    names = frozenset[str]().union(*map(names_of, sources))
     return names if names >= set(CERTAIN) else frozenset()
+
+
+@cache
+def names_of(path: Path) -> frozenset[str]:
+    """Those of a source, which takes a third of a second to read."""
+    return frozenset(names_in(path.read_text()))
 
 
 def sampling_parameters() -> frozenset[str]:
