@@ -155,6 +155,7 @@ def play(fault: Fault, seed: int = 0) -> Evidence:
             settings=Settings(learning_rate=fault.learning_rate, attempts=ATTEMPTS, max_tokens=fault.longest),
         ),
         attempts=run.attempts,
+        answers=run.attempts,
         groups=GROUPS * STEPS,
     )
 

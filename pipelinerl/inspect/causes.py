@@ -122,7 +122,8 @@ class Attempt:
     is_error: bool = False
     """The domain says that it failed, although it read an answer."""
     answer: bytes | None = None
-    """Digest of all its tokens, of the prompt and of tools, too. Equal ones are the same answer to the same problem."""
+    """Digest of all its tokens, of the prompt and of tools, too. Equal ones are the same answer to the same problem.
+    Known in `Evidence.answers` alone."""
     tokens: int = 1
     """Sampled."""
     is_cut: bool = False
@@ -159,7 +160,9 @@ class Evidence:
 
     history: History
     attempts: Sequence[Attempt] = ()
-    """In the order of their versions."""
+    """Some of every step, in the order of their versions."""
+    answers: Sequence[Attempt] = ()
+    """All on record, in the same order: what they said and earned, and nothing else of them."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason → groups that the actor gave up."""
     groups: int = 0
@@ -387,7 +390,7 @@ def noisy_judge(evidence: Evidence) -> Iterable[Cause]:
     """What equal answers to the same problem earn differs nearly as much as what different ones earn."""
     apart = between = 0.0
     equal = pairs = 0
-    for group in by_group(evidence.attempts):
+    for group in by_group(evidence.answers):
         same: dict[bytes, list[float]] = defaultdict(list)
         for attempt in group:
             if attempt.answer is not None:
@@ -542,7 +545,7 @@ def confident_failures(evidence: Evidence) -> Iterable[Cause]:
 
     A policy becomes sure of what is paid. In healthy runs of `benchmarks/why.py` at most 6 % of such groups fail.
     """
-    groups = [group for group in by_group(evidence.attempts) if len(group) >= MANY_EQUAL]
+    groups = [group for group in by_group(evidence.answers) if len(group) >= MANY_EQUAL]
     sure = [
         group
         for group in groups[-(len(groups) // 3) :]

@@ -143,7 +143,7 @@ def debug_run_lines(figures: dict[str, Any], run_dir: Path) -> list[str]:
         case "actor":
             return [*rollout_lines(figures), *_evaluation_lines(figures), *_where_rollouts_are(run_dir)]
         case "evaluation":
-            return [*_evaluation_lines(figures), f"look at          pipelinerl rollouts {run_dir} --test"]
+            return _evaluation_lines(figures)
         case "preprocessor":
             return [
                 f"batches          {figures['batches']} of {figures['rollouts_packed']} rollouts, "

@@ -105,6 +105,7 @@ def read_evidence(run_dir: Path) -> Evidence:
     return Evidence(
         history=history_of(source, unreadable),
         attempts=[attempt_of(seen, text, ends) for _, own in sorted(by_step.items()) for seen in _few(own)],
+        answers=[answer_of(seen) for _, own in sorted(by_step.items()) for seen in own],
         dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
         groups=int(newest.get(ActorMetric.GROUPS) or 0),
         drifts=drifts,
@@ -183,7 +184,6 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) 
         version=seen.versions[0] if seen.versions else seen.dispatched_version,
         reward=rollout.reward,
         success=metrics.get("success"),
-        answer=digest_of(rollout.sequences),
         is_error=not metrics.get("no_error", 1.0) and not metrics.get("no_answer", 1.0),
         tokens=seen.num_sampled,
         is_cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
@@ -196,11 +196,18 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) 
     )
 
 
-def digest_of(sequences: Iterable[TrainingSequence]) -> bytes:
+def answer_of(seen: SeenRollout) -> Attempt:
+    """What it said and earned."""
     digest = hashlib.blake2b(digest_size=16)
-    for sequence in sequences:
+    for sequence in seen.rollout.sequences:
         digest.update(sequence.token_ids.tobytes())
-    return digest.digest()
+    return Attempt(
+        group=seen.group_id,
+        version=seen.versions[0] if seen.versions else seen.dispatched_version,
+        reward=seen.rollout.reward,
+        success=seen.rollout.metrics.get("success"),
+        answer=digest.digest(),
+    )
 
 
 def prompt_of(sequence: TrainingSequence, text: TokenText) -> str:

@@ -117,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(table_lines(result, ks)))
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
-    if not args.keep:
+    if args.keep:
+        print(f"look at          pipelinerl rollouts {folder} --test", file=sys.stderr)
+    else:
         shutil.rmtree(folder)
         print("the rollouts and logs are deleted; --keep DIR keeps them", file=sys.stderr)
     return 0 if result["complete"] == 1 else 1

@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect_from_run(args: argparse.Namespace, folder: Path) -> None:
-    with look_into(args.run):
-        from pipelinerl.inspect.replay import inputs  # imports torch: not before the folder is known to be there
+    from pipelinerl.inspect.replay import inputs
 
+    with look_into(args.run):
         if args.step is None:
             raise ConfigError(f"--step is missing: {inputs.replayable(args.run)}")
         inputs.collect_inputs(args.run, args.step, folder, whole_model=args.export is not None)

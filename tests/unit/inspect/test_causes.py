@@ -70,7 +70,7 @@ def groups_of(answers: list[str], rewards: list[list[float]]) -> list[Attempt]:
 
 
 def named(attempts: list[Attempt]) -> list[str]:
-    found = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    found = [cause.name for cause in causes(Evidence(history=History(), answers=attempts))]
     return [name for name in found if name in ("noisy judge", "confident failures")]
 
 
