@@ -41,7 +41,7 @@ class Server(ServerClient):
     is_aborted: bool = False
     """Its next update is."""
 
-    async def post(self, request: WeightUpdateRequest) -> WeightUpdateAnswer:
+    async def post(self, request: WeightUpdateRequest, timeout_s: float) -> WeightUpdateAnswer:
         transfers = [receiver.begin(request) for receiver in self.receivers]
         if self.is_aborted:
             self.is_aborted = False
