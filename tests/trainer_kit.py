@@ -1,6 +1,7 @@
 """The trainer's surroundings in tests: the one fake of its sender, and the context of its role without a launcher."""
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -157,7 +158,11 @@ def sending_rank(run_dir: Path, cfg: Config, servers: Sequence[tuple[str, str]])
 
 
 def trainer_context(run_dir: Path, cfg: Config, num_ranks: int = 1) -> RoleContext:
-    """The trainer's role on one CPU core beside one server; nobody reads its status."""
+    """The trainer's role on one CPU core beside one server; nobody reads its status.
+
+    A trainer collects garbage before its first step. Of what this process has imported, that would take a second.
+    """
+    gc.freeze()
     jobs = {
         "finetune": (Job(name="finetune_0", kind="finetune", cores=(0,), num_ranks=num_ranks),),
         "actor_llm": (Job(name=SERVER, kind="actor_llm"),),
