@@ -154,10 +154,10 @@ def chosen_ks(text: str | None, attempts: int) -> list[int]:
 def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the launcher's command line. The user's settings come last."""
     config_name, config_dir = args.config_name, args.config_dir
-    if (run := run_of(args.model)) is not None and not Path(args.model).exists():
+    path, run = Path(args.model), run_of(args.model)
+    if run is not None and path.parent.is_dir() and not path.exists():  # else it may be a name on the hub
         raise ConfigError(f"{args.model!r} does not exist{newest_model(run, ': the newest model of that run is {}')}")
     if config_name is None:
-        run = run_of(args.model)
         if run is None:
             raise ConfigError(
                 f"--config-name is missing: {args.model!r} is no model in a run folder"
@@ -179,7 +179,8 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def newest_model(run: Path, words: str) -> str:
     """The words with the newest model of a run in their place for it. Empty if it has none."""
-    exports = sorted((run / EXPORTS).glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
+    found = [path for path in (run / EXPORTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    exports = sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
     return words.format(exports[-1]) if exports else ""
 
 
