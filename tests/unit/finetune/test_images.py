@@ -29,7 +29,7 @@ def idefics(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ImageReader]
 
 
 def features_of(lm: Any, reader: ImageReader, image: bytes) -> torch.Tensor:
-    return lm.model.get_image_features(**reader.pixels([image]), return_dict=True).pooler_output.flatten(0, 1)
+    return torch.cat([*lm.model.get_image_features(**reader.pixels([image]), return_dict=True).pooler_output])
 
 
 def showing(image_id: int, *documents: list[Any]) -> MicroBatch:
