@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.inspect.balance import PARTS, Divisions, advice, balance_of
 from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson, worth_of
 from pipelinerl.inspect.progress import last_at
@@ -98,6 +99,7 @@ class Settings:
     learning_rate: float | None = None
     attempts: int | None = None
     max_tokens: int | None = None
+    max_model_len: int | None = None
     max_lag_steps: int | None = None
     epsilon_high: float | None = None
     aggregation: str = ""
@@ -119,6 +121,7 @@ def settings_of(cfg: Config, splits: Divisions | None) -> Settings:
         learning_rate=cfg.finetune.learning_rate,
         attempts=cfg.attempts,
         max_tokens=cfg.llm.parameters.get("max_tokens"),
+        max_model_len=max_model_len(cfg),
         max_lag_steps=cfg.max_lag_steps,
         epsilon_high=rl.epsilon_high,
         aggregation=rl.aggregation,

@@ -128,6 +128,8 @@ class Attempt:
     """Sampled."""
     is_cut: bool = False
     """The server ended an answer for its length."""
+    is_full: bool = False
+    """It did so because the context was full, prompt and all."""
     certainty: float = 0.0
     """Mean log-probability of its tokens when they were sampled."""
     asked: float | None = None
@@ -308,6 +310,23 @@ def truncated_prompts(evidence: Evidence) -> Iterable[Cause]:
             f"{statistics.median(part):.0%} of it in the median",
             cure="The model cannot know the rest. Compare the prompt with the problem, and look at what shortens it: "
             "the domain, a template, a limit of the prompt's length",
+            level=Level.DELIVERY,
+            command="pipelinerl rollouts {run} --last 3",
+        )
+
+
+def full_context(evidence: Evidence) -> Iterable[Cause]:
+    """Answers end where the context does, before they have the tokens that they may have."""
+    full = [attempt for attempt in evidence.attempts if attempt.is_full]
+    if len(full) > MOST * len(evidence.attempts) >= MOST * FEWEST_ATTEMPTS:
+        settings = evidence.history.settings
+        yield Cause(
+            name="full context",
+            step=None,
+            text=f"{len(full)} of {len(evidence.attempts)} attempts ended because prompt and answer filled the context, "
+            f"after {statistics.median(attempt.tokens for attempt in full):.0f} sampled tokens in the median",
+            cure=f"Raise vllm_config.vllm_kwargs.max_model_len (it is {settings.max_model_len}) to the longest prompt "
+            f"and llm.parameters.max_tokens (it is {settings.max_tokens}) together, or shorten the prompts",
             level=Level.DELIVERY,
             command="pipelinerl rollouts {run} --last 3",
         )
@@ -571,6 +590,7 @@ CHECKS: tuple[Callable[[Evidence], Iterable[Cause]], ...] = (
     unjudged,
     unchanged_servers,
     truncated_prompts,
+    full_context,
     untrained_ends,
     wrong_sign,
     noisy_judge,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.config.paths import EXPORTS
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.causes import Attempt, Cause, Drift, Evidence, Level, causes
 from pipelinerl.inspect.decode import TokenText, load_token_text, problem_fields
@@ -100,11 +101,11 @@ def read_evidence(run_dir: Path) -> Evidence:
     except ConfigError:
         text = None
     unreadable = None if text is None else measure_unreadable(candidates, text)
-    ends = end_tokens(run_dir, source.cfg.model_path)
+    ends, longest = end_tokens(run_dir, source.cfg.model_path), max_model_len(source.cfg)
     newest = source.actor[-1] if source.actor else {}
     return Evidence(
         history=history_of(source, unreadable),
-        attempts=[attempt_of(seen, text, ends) for _, own in sorted(by_step.items()) for seen in _few(own)],
+        attempts=[attempt_of(seen, text, ends, longest) for _, own in sorted(by_step.items()) for seen in _few(own)],
         answers=[answer_of(seen) for _, own in sorted(by_step.items()) for seen in own],
         dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
         groups=int(newest.get(ActorMetric.GROUPS) or 0),
@@ -174,7 +175,8 @@ def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
     return frozenset()
 
 
-def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) -> Attempt:
+def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int], longest: int | None) -> Attempt:
+    """What is on record. ``longest``: tokens of a context, None if it is not known."""
     rollout = seen.rollout
     last, metrics = rollout.sequences[-1], rollout.metrics
     sampled = np.concatenate([sequence.logprobs for sequence in rollout.sequences])
@@ -187,6 +189,7 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) 
         is_error=not metrics.get("no_error", 1.0) and not metrics.get("no_answer", 1.0),
         tokens=seen.num_sampled,
         is_cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
+        is_full=any(is_full(sequence, longest) for sequence in rollout.sequences),
         certainty=float(sampled.mean()) if len(sampled) else 0.0,
         asked=None if text is None else share_asked(seen.problem, prompt_of(rollout.sequences[0], text)),
         is_end_trained=bool(last.spans[-1, 1] == len(last.token_ids)) if is_stopped else None,
@@ -238,6 +241,11 @@ def _share(text: str, known: str) -> float:
             low, high = (middle, high) if part(middle) in known else (low, middle - 1)
         longest = max(longest, low)
     return longest / len(text)
+
+
+def is_full(sequence: TrainingSequence, longest: int | None) -> bool:
+    """Whether the end of a context of ``longest`` tokens ended an answer."""
+    return longest is not None and sequence.finish_reason == "length" and len(sequence.token_ids) >= longest
 
 
 def goes_on(sequence: TrainingSequence, ends: Iterable[int]) -> bool:

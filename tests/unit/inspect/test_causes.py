@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.inspect.alarms import History
+from pipelinerl.inspect.alarms import History, Settings
 from pipelinerl.inspect.causes import Attempt, Drift, Evidence, causes
 from tests.planted_runs import FAULTS, Fault, play
 
@@ -58,6 +58,23 @@ def test_judge_is_down_only_where_success_ends_at_once(last_success: int, found:
     ]
     names = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
     assert ("judge down" in names) is found
+
+
+@pytest.mark.parametrize(("full", "found"), [(600, ["full context"]), (400, [])])
+def test_context_that_ends_most_answers_is_named_with_its_length(full: int, found: list[str]) -> None:
+    """Of 1,024 attempts. Their two tokens are no answer, which looks like a tokenizer of another model."""
+    attempts = [
+        Attempt(
+            group=f"{n // 8}", version=n // 64, reward=float(n % 2), success=float(n % 2), tokens=2, is_full=n < full
+        )
+        for n in range(1024)
+    ]
+    history = History(settings=Settings(max_model_len=24, max_tokens=16))
+    named = [cause for cause in causes(Evidence(history=history, attempts=attempts)) if cause.name == "full context"]
+    assert [cause.name for cause in named] == found
+    for cause in named:
+        assert "600 of 1024 attempts" in cause.text
+        assert "max_model_len (it is 24)" in cause.cure
 
 
 def groups_of(answers: list[str], rewards: list[list[float]]) -> list[Attempt]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.inspect.why import goes_on, main, share_asked
+from pipelinerl.inspect.why import goes_on, is_full, main, share_asked
 from pipelinerl.records import TrainingSequence
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import Story, make_run
@@ -54,6 +54,20 @@ def test_an_end_inside_a_completion_is_no_end() -> None:
 
     assert not goes_on(sequence(7, 1, 1, 1, 1, 1, 1, 7, 7, 1, 7), {7})
     assert goes_on(sequence(1, 1, 1, 1, 7, 1, 1, 1, 1, 1, 7), {7})
+
+
+@pytest.mark.parametrize(
+    ("longest", "reason", "full"),
+    [(11, "length", True), (12, "length", False), (11, "stop", False), (None, "length", False)],
+)
+def test_answer_that_ends_with_the_context_filled_it(longest: int | None, reason: str, full: bool) -> None:
+    sequence = TrainingSequence(
+        token_ids=np.zeros(11, np.int32),
+        logprobs=-np.ones(2, np.float32),
+        spans=np.array([[9, 11, 0]], np.int32),
+        finish_reason=reason,
+    )
+    assert is_full(sequence, longest) is full
 
 
 def test_a_good_run_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
