@@ -323,8 +323,8 @@ def full_context(evidence: Evidence) -> Iterable[Cause]:
         yield Cause(
             name="full context",
             step=None,
-            text=f"{len(full)} of {len(evidence.attempts)} attempts ended because prompt and answer filled the context, "
-            f"after {statistics.median(attempt.tokens for attempt in full):.0f} sampled tokens in the median",
+            text=f"in {len(full)} of {len(evidence.attempts)} attempts prompt and answer fill the context, after "
+            f"{statistics.median(attempt.tokens for attempt in full):.0f} sampled tokens in the median",
             cure=f"Raise vllm_config.vllm_kwargs.max_model_len (it is {settings.max_model_len}) to the longest prompt "
             f"and llm.parameters.max_tokens (it is {settings.max_tokens}) together, or shorten the prompts",
             level=Level.DELIVERY,
