@@ -43,6 +43,12 @@ def metrics_file(run_dir: Path | str, kind: str) -> Path:
     return Path(run_dir) / METRICS / f"{kind}.jsonl"
 
 
+def newest_export(run_dir: Path) -> Path | None:
+    """The folder with the run's newest model for servers. None: it has none yet."""
+    found = [path for path in (run_dir / EXPORTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
 def weight_store(store: str | None, run_dir: Path) -> str:
     """Returns the absolute folder or the URL of `weights.store`: by default in the run folder."""
     url = str(run_dir / "weights" / "store") if store is None else store.removeprefix("file://")

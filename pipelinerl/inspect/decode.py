@@ -17,7 +17,7 @@ import numpy as np
 
 from pipelinerl.chat.images import describe_image
 from pipelinerl.config.load import load_old_run
-from pipelinerl.config.paths import EXPORTS, RUN_CONFIG
+from pipelinerl.config.paths import RUN_CONFIG, newest_export
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingSequence
 
@@ -122,7 +122,8 @@ def load_token_text(run_dir: Path) -> TokenText:
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 
-    folders = sorted((run_dir / EXPORTS).glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
+    export = newest_export(run_dir)
+    folders = [] if export is None else [export]
     model_path = load_old_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
     if model_path:
         folders.append(Path(model_path))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.config.paths import EXPORTS
+from pipelinerl.config.paths import newest_export
 from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.causes import Attempt, Cause, Drift, Evidence, Level, causes
@@ -163,8 +163,7 @@ def _few(rollouts: Sequence[SeenRollout]) -> Iterator[SeenRollout]:
 
 def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
     """The tokens that end an answer, as the model's own files say. Empty if none of them is here."""
-    exports = sorted((run_dir / EXPORTS).glob("step_*"))[-1:]
-    for folder in (*exports, Path(model_path), run_dir / "model"):
+    for folder in filter(None, (newest_export(run_dir), Path(model_path), run_dir / "model")):
         for name in ("generation_config.json", "config.json"):
             try:
                 found = json.loads((folder / name).read_text()).get("eos_token_id")

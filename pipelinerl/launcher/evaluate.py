@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.origin import make_importable
-from pipelinerl.config.paths import EXPORTS, RUN_CONFIG
+from pipelinerl.config.paths import RUN_CONFIG, newest_export
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
@@ -156,12 +156,16 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
     config_name, config_dir = args.config_name, args.config_dir
     path, run = Path(args.model), run_of(args.model)
     if run is not None and path.parent.is_dir() and not path.exists():  # else it may be a name on the hub
-        raise ConfigError(f"{args.model!r} does not exist{newest_model(run, ': the newest model of that run is {}')}")
+        newest = newest_export(run)
+        raise ConfigError(
+            f"{args.model!r} does not exist" + (f": the newest model of that run is {newest}" if newest else "")
+        )
     if config_name is None:
         if run is None:
+            newest = newest_export(path)
             raise ConfigError(
                 f"--config-name is missing: {args.model!r} is no model in a run folder"
-                + newest_model(Path(args.model), ", but a run: its newest model is {}")
+                + (f", but a run: its newest model is {newest}" if newest else "")
             )
         make_importable(run)
         config_name, config_dir = RUN_CONFIG.stem, run / RUN_CONFIG.parent
@@ -175,13 +179,6 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
     settings = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     searched = [f"--config-dir={config_dir}"] if config_dir else []
     return [*searched, f"--config-name={config_name}", *settings, *args.overrides]
-
-
-def newest_model(run: Path, words: str) -> str:
-    """The words with the newest model of a run in their place for it. Empty if it has none."""
-    found = [path for path in (run / EXPORTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    exports = sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-    return words.format(exports[-1]) if exports else ""
 
 
 def run_of(model: str) -> Path | None:

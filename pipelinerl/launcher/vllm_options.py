@@ -60,13 +60,18 @@ def fault_of(key: str) -> str | None:
 
 def option_names() -> frozenset[str]:
     """Names without leading dashes. Empty: they are not known, as where a plugin of vLLM's adds a platform."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None or entry_points(group="vllm.platform_plugins"):
+    root = vllm_folder()
+    if root is None or entry_points(group="vllm.platform_plugins"):
         return frozenset()
-    root = Path(spec.origin).parent
     sources = [path for path in (root / ENGINE, *(root / name for name in FRONT)) if path.exists()]
     names = frozenset[str]().union(*map(names_of, sources))
     return names if names >= set(CERTAIN) else frozenset()
+
+
+def vllm_folder() -> Path | None:
+    """Where vLLM's source lies. None: it is not installed."""
+    spec = find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 @cache
@@ -77,11 +82,10 @@ def names_of(path: Path) -> frozenset[str]:
 
 def sampling_parameters() -> frozenset[str]:
     """Names of vLLM's sampling parameters. Empty: they are not known."""
-    spec = find_spec("vllm")
-    path = Path(spec.origin).parent / SAMPLING if spec is not None and spec.origin is not None else None
-    if path is None or not path.exists():
+    root = vllm_folder()
+    if root is None or not (root / SAMPLING).exists():
         return frozenset()
-    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse((root / SAMPLING).read_text()).body if isinstance(node, ast.ClassDef)]
     fields = (
         part.target
         for node in classes
