@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import resource
 import sys
 import threading
 import time
@@ -67,13 +66,10 @@ class Run:
         self.task = asyncio.create_task(self._role(open_files))
 
     async def _role(self, open_files: int | None) -> None:
-        def limit() -> None:
-            if open_files is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (open_files // 2, open_files))
-
-        command = [sys.executable, "-m", "pipelinerl.actor", "--run-dir", str(self.run_dir), "--job", "actor_0"]
+        limit = [] if open_files is None else ["prlimit", f"--nofile={open_files // 2}:{open_files}", "--"]
+        command = [*limit, sys.executable, "-m", "pipelinerl.actor", "--run-dir", str(self.run_dir), "--job", "actor_0"]
         with open(self.run_dir / "actor.log", "wb") as log:  # noqa: ASYNC230
-            process = await asyncio.create_subprocess_exec(*command, preexec_fn=limit, stdout=log, stderr=log)
+            process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
         try:
             while process.returncode is None and not self.stop.is_set():
                 with contextlib.suppress(TimeoutError):

@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -21,7 +20,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.world.process import die_with_parent
+from pipelinerl.world.process import killed_with_parent
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,13 +127,12 @@ async def run_agent_process(
 async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]) -> tuple[int | None, bytes, bytes]:
     """Runs a program to its end and returns its status, output and error output. What it started ends with it."""
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *killed_with_parent(command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=env,
         start_new_session=True,
-        preexec_fn=partial(die_with_parent, signal.SIGKILL),
     )
     try:
         out, err = await process.communicate(stdin.encode())

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from pipelinerl.config.environment import RANKS_FILE_VARIABLE
-from pipelinerl.world.process import die_with_parent
+from pipelinerl.world.process import killed_with_parent
 
 
 def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, str]]:
@@ -44,8 +43,7 @@ def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     for environment in environments:
-        die = partial(die_with_parent, signal.SIGKILL)
-        process = subprocess.Popen(argv, env=os.environ | environment, preexec_fn=die)
+        process = subprocess.Popen(killed_with_parent(argv), env=os.environ | environment)
         ranks[process.pid] = process
     while ranks:
         pid, status = os.wait()

@@ -13,13 +13,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.world.process import die_with_parent
+from pipelinerl.world.process import killed_with_parent
 from pipelinerl.world.tls import redis_options
 
 if TYPE_CHECKING:
@@ -94,11 +93,7 @@ def redis_command() -> list[str]:
 def start_redis(config: str, log_file: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
     """Starts redis-server with this configuration. The caller stops it with ``stop_redis``."""
     process = subprocess.Popen(
-        redis_command(),
-        stdin=subprocess.PIPE,
-        stdout=log_file,
-        stderr=log_file,
-        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        killed_with_parent(redis_command()), stdin=subprocess.PIPE, stdout=log_file, stderr=log_file
     )
     assert process.stdin is not None
     process.stdin.write(config.encode())

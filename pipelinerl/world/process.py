@@ -4,10 +4,13 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from pipelinerl.errors import ConfigError
 
 
 def return_freed_heap() -> None:
@@ -27,18 +30,28 @@ MIN_CONNECTIONS = 16
 MAX_OPEN_FILES = 2**20
 """More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, because nothing may be loaded between fork and exec
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Asks the kernel to send this process a signal when its parent dies for any reason.
-
-    May run between a fork and its exec.
-    """
+    """Asks the kernel to send this process a signal when its parent dies for any reason."""
     parent = os.getppid()
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def killed_with_parent(command: Sequence[str]) -> list[str]:
+    """Returns the command that runs ``command`` as a process which the kernel kills when its parent dies.
+
+    The process asks for it itself, through util-linux. Code that ``subprocess`` would run between fork and exec
+    (``preexec_fn``) can hang for ever: libraries run code of their own after a fork, and that of torch waits there for
+    threads that only the parent has (its interop pool, once used). Without it ``subprocess`` runs no such code.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise ConfigError(f"the program setpriv is missing, which starts {command[0]}: apt install util-linux")
+    return [setpriv, "--pdeathsig", "KILL", "--", *command]
 
 
 def raise_open_files() -> int:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +27,7 @@ from pipelinerl.domains.largest_agent.rollouts import reward_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.tiny_model.recipes import SUBMIT, Messages, Recipe, Shape, largest_agent
-from pipelinerl.world.process import die_with_parent
+from pipelinerl.world.process import killed_with_parent
 from tests.clients.network import unreliable
 from tests.clients.programs import CRITIC, FOLDER, PROGRAMS, PYTHON, Program, run_behind
 
@@ -76,11 +75,10 @@ def forks_of(package: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as home:
         path = f"{home}/socket"
         server = subprocess.Popen(
-            [PYTHON, "-E", FORKS, "serve", path, *program.imports],
+            killed_with_parent([PYTHON, "-E", FORKS, "serve", path, *program.imports]),
             env=program.variables(Path(home)) | {"PATH": home},
             stdout=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
         )
         assert server.stdout is not None
         try:

@@ -5,17 +5,15 @@ role. A server that ends fails the role. The supervisor restarts both.
 """
 
 import contextlib
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 
 from pipelinerl.errors import TransportError
 from pipelinerl.membership.role import RoleContext, run_role
 from pipelinerl.utils import is_healthy
 from pipelinerl.world.network import listen_address
-from pipelinerl.world.process import die_with_parent
+from pipelinerl.world.process import killed_with_parent
 
 POLL_S = 0.5
 STOP_S = 5.0
@@ -44,10 +42,8 @@ def serving(context: RoleContext) -> Iterator["subprocess.Popen[bytes]"]:
     job = context.job
     where = ("--run-dir", str(context.run_dir), "--index", str(job.environment_index))
     address = ("--port", str(job.port), "--host", listen_address(job.hostname) or context.world.bind_host)
-    process = subprocess.Popen(
-        (sys.executable, "-m", "pipelinerl.domains.environments.serve", *where, *address),
-        preexec_fn=partial(die_with_parent, signal.SIGKILL),
-    )
+    command = (sys.executable, "-m", "pipelinerl.domains.environments.serve", *where, *address)
+    process = subprocess.Popen(killed_with_parent(command))
     try:
         yield process
     finally:

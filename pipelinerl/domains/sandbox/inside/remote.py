@@ -36,7 +36,7 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
             stderr=err,
             cwd=folder,
             start_new_session=True,
-            preexec_fn=limit_files,
+            preexec_fn=limit_files,  # noqa: PLW1509 (this program has one thread)
         )
         try:
             code, late = process.wait(limit_s), False
