@@ -44,9 +44,9 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def killed_with_parent(command: Sequence[str]) -> list[str]:
     """Returns the command that runs ``command`` as a process which the kernel kills when its parent dies.
 
-    The process asks for it itself, through util-linux. Code that ``subprocess`` would run between fork and exec
-    (``preexec_fn``) can hang for ever: libraries run code of their own after a fork, and that of torch waits there for
-    threads that only the parent has (its interop pool, once used). Without it ``subprocess`` runs no such code.
+    The process asks for it itself, through util-linux. With code between fork and exec (``preexec_fn``) it may never
+    start: libraries run code of their own after a fork, which can wait for threads that only the parent has, as was
+    seen in a process with torch. ``subprocess`` runs none of it otherwise.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None:
