@@ -180,26 +180,27 @@ class Standing:
         What it did not measure stays as it was, and so does what the update to a newer version showed.
         """
         before = (self.gives_slowly, self.takes_slowly)
-        if server in verdict.gives_well | verdict.gives_slowly and self._is_newest("gives", version):
+        if server in verdict.gives_well | verdict.gives_slowly and self._note("gives", version):
             self.gives_slowly = server in verdict.gives_slowly
-        if server in verdict.takes_well | verdict.takes_slowly and self._is_newest("takes", version):
+        if server in verdict.takes_well | verdict.takes_slowly and self._note("takes", version):
             self.takes_slowly = server in verdict.takes_slowly
-        if server in verdict.limits and self._is_newest("limit", version):
+        if server in verdict.limits and self._note("limit", version):
             self.limit = verdict.limits[server]
         if self.gives_slowly and not before[0]:
             self._uplink.passes = 0
         self._tell(server, before)
 
-    def _is_newest(self, what: str, version: int) -> bool:
+    def _note(self, what: str, version: int) -> bool:
+        """Notes that the update to a version showed this. Returns whether none to a newer one did."""
         self._versions[what] = max(self._versions.get(what, version), version)
         return version == self._versions[what]
 
     def fail(self, server: str, version: int) -> None:
         """Records that the server did not get all bytes of a version in time, and that its own link was the limit."""
         before = (self.gives_slowly, self.takes_slowly)
-        if self._is_newest("takes", version):
+        if self._note("takes", version):
             self.takes_slowly = True
-        if self._is_newest("limit", version):
+        if self._note("limit", version):
             self.limit = math.inf
         self._tell(server, before)
 
@@ -214,7 +215,7 @@ class Standing:
         before = (self.gives_slowly, self.takes_slowly)
         if self.gives_slowly and self._uplink.clears(is_well=not is_slow(seconds, fastest_s)):
             self.gives_slowly = False
-            self._is_newest("gives", version + 1)
+            self._note("gives", version + 1)
         self._tell(server, before)
 
     def _tell(self, server: str, before: tuple[bool, bool]) -> None:
