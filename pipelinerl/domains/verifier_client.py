@@ -43,8 +43,9 @@ PARTS = {
 
 
 def part_to_send(kind: str, prediction: str) -> str:
-    """The part of an output that its judge reads. The rest is not sent."""
-    return resolve_function(PARTS[kind])(prediction) if kind in PARTS else prediction
+    """The part of an output that its judge reads. The rest is not sent. Half of a surrogate pair is sent as ``?``."""
+    part = resolve_function(PARTS[kind])(prediction) if kind in PARTS else prediction
+    return part.encode(errors="replace").decode()
 
 
 class VerifierClient:

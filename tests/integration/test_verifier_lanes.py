@@ -134,6 +134,7 @@ async def test_answer_larger_than_a_request_gets_a_verdict() -> None:
         ("math", "cut \\boxed{\\frac{1}", "\\boxed{"),
         ("countdown", "<answer>1</answer> <answer>2</answer> <answer>", "<answer>2</answer>"),
         ("instructions", "all of it", "all of it"),
+        ("math", "\\boxed{\ud800}", "\\boxed{?}"),
     ],
 )
 def test_client_sends_what_the_judge_reads(kind: str, output: str, sent: str) -> None:

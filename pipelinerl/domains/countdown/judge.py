@@ -5,10 +5,11 @@ descent and evaluated exactly and within limits, never with ``eval``:
 
     expression = term  { ("+" | "-" | "−") term }
     term       = atom  { ("*" | "×" | "·" | "⋅" | "\times" | "\cdot" | "/" | "÷" | "\div") atom }
-    atom       = number | "(" expression ")"
+    atom       = number | "(" expression ")" | "\frac" "{" expression "}" "{" expression "}"
     number     = ASCII digits without leading zeros, at most MAX_DIGITS
 
-Spaces are allowed between symbols. Anything else, such as signs and powers, raises ``ExpressionError``.
+Spaces, ``\left`` and ``\right`` are allowed between symbols. Anything else, such as signs and
+powers, raises ``ExpressionError``.
 """
 
 import re
@@ -24,7 +25,13 @@ MAX_LENGTH = 400
 MAX_DEPTH = 32
 MAX_DIGITS = 9
 OPERATORS = {"−": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "\\times": "*", "\\cdot": "*", "\\div": "/"}
-TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<symbol>[-+−*×·⋅/÷()]|\\(?:times|cdot|div)(?![A-Za-z])))", re.ASCII)
+FRACTION = "\\frac"
+OPERATORS |= {"\\dfrac": FRACTION, "\\tfrac": FRACTION}
+TOKEN = re.compile(
+    r"(?:\s|\\(?:left|right)(?=\s*[()]))*(?:(?P<number>[0-9]+)"
+    r"|(?P<symbol>[-+−*×·⋅/÷(){}]|\\(?:times|cdot|div|[dt]?frac)(?![A-Za-z])))",
+    re.ASCII,
+)
 
 
 class ExpressionError(ValueError):
@@ -92,21 +99,30 @@ class TokenReader:
             if self.next_token() == "*":
                 value *= self.atom(depth)
             else:
-                divisor = self.atom(depth)
-                if divisor == 0:
-                    raise ExpressionError("division by zero")
-                value /= divisor
+                value = quotient(value, self.atom(depth))
         return value
+
+    def group(self, depth: int, closing: str) -> Fraction:
+        """An expression and the bracket that closes it."""
+        if depth == MAX_DEPTH:
+            raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
+        value = self.expression(depth + 1)
+        if self.next_token() != closing:
+            raise ExpressionError("a bracket is not closed")
+        return value
+
+    def braces(self, depth: int) -> Fraction:
+        if self.next_token() != "{":
+            raise ExpressionError("a fraction without braces")
+        return self.group(depth, "}")
 
     def atom(self, depth: int) -> Fraction:
         token = self.next_token()
         if token == "(":
-            if depth == MAX_DEPTH:
-                raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
-            value = self.expression(depth + 1)
-            if self.next_token() != ")":
-                raise ExpressionError("a bracket is not closed")
-            return value
+            return self.group(depth, ")")
+        if token == FRACTION:
+            top, bottom = self.braces(depth), self.braces(depth)
+            return quotient(top, bottom)
         if not token.isdigit():
             raise ExpressionError(f"{token!r} where a number is expected")
         if len(token) > MAX_DIGITS:
@@ -117,13 +133,27 @@ class TokenReader:
         return Fraction(self.numbers[-1])
 
 
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+def quotient(top: Fraction, bottom: Fraction) -> Fraction:
+    if bottom == 0:
+        raise ExpressionError("division by zero")
+    return top / bottom
+
+
+OPENING, CLOSING = "<answer>", "</answer>"
+
+
+def last_answer(prediction: str) -> str | None:
+    """Returns what the last ``<answer>…</answer>`` of an output holds, in one pass over it."""
+    start = prediction.rfind(OPENING, 0, max(prediction.rfind(CLOSING), 0))
+    if start < 0:
+        return None
+    return prediction[start + len(OPENING) : prediction.index(CLOSING, start)]
 
 
 def part_to_judge(prediction: str) -> str:
     """Returns what ``judge`` reads of an output: its last answer, cut where it is too long for the grammar anyway."""
-    answers = ANSWER.findall(prediction)
-    return f"<answer>{answers[-1][: 3 * MAX_LENGTH]}</answer>" if answers else ""
+    answer = last_answer(prediction)
+    return "" if answer is None else f"{OPENING}{answer[: 3 * MAX_LENGTH]}{CLOSING}"
 
 
 def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Verdict:
@@ -134,10 +164,10 @@ def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Ver
         gold: ``{"numbers": [int, …], "target": int}``.
         options: ``{"use_all": bool}``: every number must be used (default), or each at most once.
     """
-    answers = ANSWER.findall(prediction)
-    if not answers:
+    answer = last_answer(prediction)
+    if answer is None:
         return no_answer("no <answer> … </answer>")
-    return judge_expression(answers[-1], gold["numbers"], gold["target"], use_all=options.get("use_all", True))
+    return judge_expression(answer, gold["numbers"], gold["target"], use_all=options.get("use_all", True))
 
 
 def judge_expression(text: str, numbers: Sequence[int], target: int, *, use_all: bool = True) -> Verdict:

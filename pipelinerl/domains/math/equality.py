@@ -8,7 +8,8 @@ their symbols. ``Refusal`` says why an answer is not the reference.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -21,6 +22,7 @@ from pipelinerl.domains.math.latex import (
     Brackets,
     Builder,
     Chain,
+    Clock,
     FiniteSet,
     Join,
     Matrix,
@@ -33,7 +35,18 @@ from pipelinerl.domains.math.latex import (
     UnitWords,
 )
 from pipelinerl.domains.math.units import Measure
-from pipelinerl.domains.math.values import DIGITS, NoValueError, exact, numeric, parts, symbols
+from pipelinerl.domains.math.values import (
+    DIGITS,
+    MAX_POWER_DIGITS,
+    NoValueError,
+    TooLargeError,
+    decimal_span,
+    exact,
+    numeric,
+    parts,
+    renamed,
+    symbols,
+)
 
 TOLERANCE = mpmath.mpf(10) ** -30
 MIN_DIGITS = 6
@@ -43,6 +56,20 @@ MIN_POINTS = 3
 
 class Refusal(ValueError):
     """Why an answer is not the reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How strictly an answer is judged."""
+
+    strict: bool = True
+    """Kinds of brackets and names of variables matter."""
+    operators: bool = False
+    """What an answer leaves to be computed is accepted."""
+
+
+STATED = Rules(operators=True)
+"""For what an answer says of itself: `6 \\cdot 7 = 42`."""
 
 
 # --- regions of the real line
@@ -95,13 +122,64 @@ def same(answer: Statement, reference: Statement, *, strict: bool = True, operat
         strict: kinds of brackets and names of variables matter.
         operators: arithmetic that was left undone is accepted.
     """
+    answer = with_parameter_of(answer, reference)
     with mpmath.workdps(DIGITS):
         wanted = meaning(reference)
         given = meaning(answer, wanted)
-        if not operators and isinstance(given, Op | Num) and is_one_number(wanted) and is_undone(given):
+        undone = isinstance(given, Op | Num) and is_one_number(wanted) and is_undone(given)
+        if isinstance(wanted, Region | Brackets | Join) and not any(map(is_undone, numbers_in(reference))):
+            undone = any(map(is_undone, numbers_in(answer)))
+        if undone and not operators:
             raise Refusal("arithmetic that was left undone")
-        if not equal(given, wanted, strict):
+        if not equal(given, wanted, Rules(strict=strict, operators=operators)):
             raise Refusal("")
+
+
+def numbers_in(statement: Statement) -> Iterator[Tree]:
+    """The sides, ends and members of a statement that are compared as numbers."""
+    for chain in statement.items:
+        for side in chain.sides:
+            if side is not None:
+                yield from _numbers_in(side)
+
+
+def _numbers_in(tree: Tree) -> Iterator[Tree]:
+    if isinstance(tree, Brackets | FiniteSet):
+        for item in tree.items:
+            yield from _numbers_in(item)
+    elif isinstance(tree, Join):
+        yield from _numbers_in(tree.left)
+        yield from _numbers_in(tree.right)
+    elif isinstance(tree, Builder):
+        yield from numbers_in(tree.condition)
+    else:
+        yield tree
+
+
+def with_parameter_of(answer: Statement, reference: Statement) -> Statement:
+    """Gives the integer of an answer (``n\\pi, n \\in \\mathbb{Z}``) the name that the reference has for its own."""
+    theirs, ours = _parameters(reference), _parameters(answer)
+    if len(theirs) != 1 or len(ours) != 1 or theirs == ours:
+        return answer
+    ((name, domain),), ((other, other_domain),) = theirs.items(), ours.items()
+    if domain != other_domain or any(Sym(name) in parts(side) for c in answer.items for side in c.sides if side):
+        return answer
+    chains = (
+        dataclasses.replace(chain, sides=tuple(side and renamed(side, other, name) for side in chain.sides))
+        for chain in answer.items
+    )
+    return dataclasses.replace(answer, items=tuple(chains))
+
+
+def _parameters(statement: Statement) -> dict[str, Tree | None]:
+    """The names of which a statement says what they are taken from, besides what it says of its values."""
+    if len(statement.items) < 2:
+        return {}
+    return {
+        chain.sides[0].name: chain.sides[1]
+        for chain in statement.items
+        if chain.relations == ("in",) and isinstance(chain.sides[0], Sym) and isinstance(chain.sides[1], Sym)
+    }
 
 
 # --- what an answer means
@@ -158,7 +236,7 @@ def _joined(join: Join) -> Value:
             return Listing((*left.items, *right.items), braces=True)
         inside = join.name == "cap"
         return Listing(
-            tuple(i for i in left.items if any(equal(i, j, True) for j in right.items) == inside), braces=True
+            tuple(i for i in left.items if any(equal(i, j, STATED) for j in right.items) == inside), braces=True
         )
     first, second = region_of(left), region_of(right)
     if first is None or second is None:
@@ -184,13 +262,14 @@ def chain_meaning(chain: Chain, reference: Value | None) -> Value:
 def _equation(chain: Chain, reference: Value | None) -> Value:
     """``x = 3``; ``a + b = 42``; ``1/2 = 0.5``; ``\\sqrt 2 \\approx 1.414``."""
     first, last = chain.sides[0], chain.sides[-1]
+    if chain.relations == ("=",) and isinstance(last, Sym) and 0 not in chain.labels and first is not None:
+        return Equation(last, first, named=True) if reference is None or isinstance(reference, Equation) else first
     if reference is None or isinstance(reference, Equation):
         if chain.relations == ("=",) and last is not None:
-            return Equation(first, last, named=0 in chain.labels)
+            derived = isinstance(first, Sym) and first.name.startswith("\\")
+            return Equation(first, last, named=0 in chain.labels or derived)
         if reference is None:
             raise Refusal("several relations")
-    if chain.relations == ("=",) and isinstance(last, Sym) and 0 not in chain.labels and first is not None:
-        return Equation(last, first, named=True) if isinstance(reference, Equation) else first
     exact_sides = chain.relations.index("~") + 1 if "~" in chain.relations else len(chain.sides)
     known = _symbols_of(reference)
     stated = [
@@ -201,7 +280,7 @@ def _equation(chain: Chain, reference: Value | None) -> Value:
     unnamed = [side for index, side in stated if index < exact_sides]
     rounded = [side for index, side in stated if index >= exact_sides]
     for one, other in itertools.pairwise(unnamed):
-        if not equal(_as_set(one), _as_set(other), True):
+        if not equal(_as_set(one), _as_set(other), STATED):
             raise Refusal("two values in one equation")
     if not stated:
         raise Refusal("names without a value")
@@ -351,50 +430,57 @@ def _variable(left: Region, right: Region) -> str | None:
 # --- equality
 
 
-def equal(answer: Value, reference: Value, strict: bool) -> bool:
+def equal(answer: Value, reference: Value, rules: Rules) -> bool:
     if isinstance(answer, Builder) and isinstance(reference, Builder):
         given, wanted = (_without_variable(meaning(builder.condition)) for builder in (answer, reference))
-        return answer.domain == reference.domain and equal(given, wanted, strict)
+        return answer.domain == reference.domain and equal(given, wanted, rules)
     if isinstance(reference, Listing):
-        return _equal_listings(answer, reference, strict)
+        return _equal_listings(answer, reference, rules)
     if isinstance(reference, Equation):
-        return _equal_equations(answer, reference, strict)
+        return _equal_equations(answer, reference, rules)
     if isinstance(answer, Equation):
-        return answer.named and equal(answer.right, reference, strict)
+        return answer.named and equal(answer.right, reference, rules)
+    if isinstance(reference, Clock) or isinstance(answer, Clock):
+        return _equal_times(answer, reference)
     if isinstance(reference, Region) or isinstance(answer, Region) or isinstance(reference, Join):
         return _equal_regions(answer, reference)
     if isinstance(reference, Inequality) or isinstance(answer, Inequality):
         return _equal_inequalities(answer, reference)
     if isinstance(reference, Brackets):
-        return _equal_brackets(answer, reference, strict)
+        return _equal_brackets(answer, reference, rules)
     if isinstance(answer, Listing):
-        return len(answer.items) == 1 and not answer.braces and equal(answer.items[0], reference, strict)
+        return len(answer.items) == 1 and not answer.braces and equal(answer.items[0], reference, rules)
     if isinstance(reference, Ratio) or isinstance(answer, Ratio):
-        return _equal_ratios(answer, reference)
+        return _equal_ratios(answer, reference, rules)
     if isinstance(reference, Based) or isinstance(answer, Based):
         if isinstance(reference, Based) and isinstance(answer, Num):
             return answer.decimals is None and str(answer.value) == reference.digits
         if isinstance(answer, Based) and answer.base == "10" and not isinstance(reference, Based):
-            return equal(Num(Fraction(answer.digits)), reference, strict)
+            return equal(Num(Fraction(answer.digits)), reference, rules)
         return answer == reference
     left, right = _matrix_of(answer), _matrix_of(reference)
+    if isinstance(answer, Brackets) and (column := _column(right)) and (answer.opening, answer.closing) == ("(", ")"):
+        return equal(answer, Brackets("(", ")", column), rules)
     if left is not None or right is not None:
-        return left is not None and right is not None and _equal_matrices(left, right, strict)
+        return left is not None and right is not None and _equal_matrices(left, right, rules)
     if isinstance(answer, Brackets | FiniteSet | Builder | Join):
         return False
-    return equal_quantities(answer, reference)
+    return equal_quantities(answer, reference, rules)
 
 
 def _without_variable(value: Value) -> Value:
     return dataclasses.replace(value, variable=None) if isinstance(value, Region) else value
 
 
-def _equal_listings(answer: Value, reference: Listing, strict: bool) -> bool:
+def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
     if isinstance(answer, Equation) and answer.named:
         answer = _as_set(answer.right)
     if isinstance(answer, Region):
         region = region_of(reference)
-        return region is not None and not strict and _equal_regions(answer, region)
+        return region is not None and not rules.strict and _equal_regions(answer, region)
+    in_order = _names_different_variables(reference)
+    if isinstance(answer, Brackets) and in_order and (answer.opening, answer.closing) == ("(", ")"):
+        answer = Listing(answer.items)
     if not isinstance(answer, Listing):
         answer = Listing((answer,)) if len(reference.items) == 1 else Listing(())
         if not answer.items:
@@ -402,31 +488,47 @@ def _equal_listings(answer: Value, reference: Listing, strict: bool) -> bool:
     if answer.names and reference.names and None not in (*answer.names, *reference.names):
         pairs = dict(zip(reference.names, reference.items, strict=True))
         if set(pairs) == set(answer.names) and len(pairs) > 1:
-            return all(equal(item, pairs[name], strict) for name, item in zip(answer.names, answer.items, strict=True))
-    return _covers(answer.items, reference.items, strict) and _covers(reference.items, answer.items, strict)
+            return all(equal(item, pairs[name], rules) for name, item in zip(answer.names, answer.items, strict=True))
+    if in_order:
+        items = _coordinates(reference)
+        return (
+            not (answer.braces or answer.alternatives)
+            and len(answer.items) == len(items)
+            and all(equal(item, other, rules) for item, other in zip(_coordinates(answer), items, strict=True))
+        )
+    return _covers(answer.items, reference.items, rules) and _covers(reference.items, answer.items, rules)
 
 
-def _covers(items: Sequence[Value], others: Sequence[Value], strict: bool) -> bool:
-    return all(any(equal(item, other, strict) for other in others) for item in items)
+def _names_different_variables(listing: Listing) -> bool:
+    """Whether every item has a letter of its own: ``a=3, b=4``, but not ``x_1=3, x_2=4``."""
+    letters = {name.name.partition("_")[0] for name in listing.names if isinstance(name, Sym)}
+    return len(letters) == len(listing.items) > 1
 
 
-def _equal_equations(answer: Value, reference: Equation, strict: bool) -> bool:
+def _covers(items: Sequence[Value], others: Sequence[Value], rules: Rules) -> bool:
+    return all(any(equal(item, other, rules) for other in others) for item in items)
+
+
+def _equal_equations(answer: Value, reference: Equation, rules: Rules) -> bool:
     if not isinstance(answer, Equation):
         return (
             reference.named
             and not isinstance(answer, Inequality | Region)
-            and equal(answer, _as_set(reference.right), strict)
+            and equal(answer, _as_set(reference.right), rules)
         )
-    if answer.left is not None and reference.left is not None:
+    solved = reference.named and isinstance(reference.left, Sym) and not symbols(reference.right)
+    if answer.left is not None and reference.left is not None and not solved:
         difference, other = (
             Op("+", (e.left, Op("neg", (e.right,)))) for e in (answer, reference) if e.left is not None
         )
-        if _proportional(difference, other):
+        if not symbols(difference) - symbols(other) and _proportional(difference, other):
             return True
-    called = answer.named and not isinstance(answer.left, Sym)
+    if solved and answer.named and answer.left == reference.left:
+        return equal(answer.right, reference.right, rules)
+    called = answer.named and not (isinstance(answer.left, Sym) and re.fullmatch(r"[^\\'′]+", answer.left.name))
     if called and reference.named:
-        return equal(answer.right, reference.right, strict)
-    return not strict and answer.named and reference.named and equal(answer.right, reference.right, strict)
+        return equal(answer.right, reference.right, rules)
+    return not rules.strict and answer.named and reference.named and equal(answer.right, reference.right, rules)
 
 
 def _equal_regions(answer: Value, reference: Value) -> bool:
@@ -447,20 +549,22 @@ def _equal_inequalities(answer: Value, reference: Value) -> bool:
     return _proportional(one, other, positive=True)
 
 
-def _equal_brackets(answer: Value, reference: Brackets, strict: bool) -> bool:
+def _equal_brackets(answer: Value, reference: Brackets, rules: Rules) -> bool:
     if isinstance(answer, Listing):
         interval = len(reference.items) == 2 and (reference.opening, reference.closing) != ("(", ")")
-        if (answer.braces and strict) or answer.alternatives or interval:
+        if (answer.braces and rules.strict) or answer.alternatives or interval:
             return False
         items: Sequence[Value] = _coordinates(answer)
     elif isinstance(answer, Brackets):
-        if strict and (answer.opening, answer.closing) != (reference.opening, reference.closing):
+        if rules.strict and (answer.opening, answer.closing) != (reference.opening, reference.closing):
             return False
         items = answer.items
+    elif (reference.opening, reference.closing) == ("(", ")"):
+        items = _column(_matrix_of(answer)) or _point(answer)
     else:
         items = _point(answer)
     return len(items) == len(reference.items) and all(
-        equal(item, other, strict) for item, other in zip(items, reference.items, strict=True)
+        equal(item, other, rules) for item, other in zip(items, reference.items, strict=True)
     )
 
 
@@ -484,14 +588,34 @@ def _point(value: Value) -> Sequence[Value]:
     return ()
 
 
-def _equal_ratios(answer: Value, reference: Value) -> bool:
+def _equal_times(answer: Value, reference: Value) -> bool:
+    """Whether two times of day are the same. One of them may leave out its half, or count 24 hours."""
+    if isinstance(answer, Clock) and isinstance(reference, Clock):
+        return answer == reference
+    clock, other = (answer, reference) if isinstance(answer, Clock) else (reference, answer)
+    assert isinstance(clock, Clock), "one of them is a time"
+    numbers = other.items if isinstance(other, Ratio) else (other,)
+    if len(numbers) > 2 or not all(isinstance(number, Num) for number in numbers):
+        return False
+    hour, minute = (*(number.value for number in numbers if isinstance(number, Num)), Fraction(0))[:2]
+    if hour <= 12:
+        return hour % 12 * 60 + minute == clock.minutes
+    return (hour - 12) * 60 + minute == clock.minutes and clock.half == "pm"
+
+
+def _equal_ratios(answer: Value, reference: Value, rules: Rules) -> bool:
     left, right = _terms(answer), _terms(reference)
     if left is None or right is None:
         return False
+    if not rules.operators and any(map(is_undone, left)) and not any(map(is_undone, right)):
+        return False
     if len(left) == 1 or len(right) == 1:
-        return all(len(terms) <= 2 for terms in (left, right)) and equal_quantities(_quotient(left), _quotient(right))
+        return all(len(terms) <= 2 for terms in (left, right)) and equal_quantities(
+            _quotient(left), _quotient(right), rules
+        )
     return len(left) == len(right) and all(
-        equal_quantities(Op("*", (left[0], b)), Op("*", (right[0], a))) for a, b in zip(left, right, strict=True)
+        equal_quantities(Op("*", (left[0], b)), Op("*", (right[0], a)), STATED)
+        for a, b in zip(left, right, strict=True)
     )
 
 
@@ -513,13 +637,26 @@ def _matrix_of(value: Value) -> Matrix | None:
         return Matrix(tuple(tuple(Op("neg", (item,)) for item in row) for row in value.args[0].rows))
     if isinstance(value, Op) and value.name == "*" and isinstance(value.args[1], Matrix):
         factor = value.args[0]
-        return Matrix(tuple(tuple(Op("*", (factor, item)) for item in row) for row in value.args[1].rows))
+        return Matrix(tuple(tuple(_scaled(factor, item) for item in row) for row in value.args[1].rows))
     return None
 
 
-def _equal_matrices(left: Matrix, right: Matrix, strict: bool) -> bool:
+def _column(matrix: Matrix | None) -> tuple[Tree, ...]:
+    """The entries of a column. Empty for another matrix."""
+    if matrix is None or len(matrix.rows) < 2 or any(len(row) != 1 for row in matrix.rows):
+        return ()
+    return tuple(row[0] for row in matrix.rows)
+
+
+def _scaled(factor: Tree, item: Tree) -> Tree:
+    if _is_literal(factor) and _is_literal(item) and (value := exact(Op("*", (factor, item)))) is not None:
+        return Num(value)
+    return Op("*", (factor, item))
+
+
+def _equal_matrices(left: Matrix, right: Matrix, rules: Rules) -> bool:
     return [len(row) for row in left.rows] == [len(row) for row in right.rows] and all(
-        equal(a, b, strict)
+        equal(a, b, rules)
         for row, other in zip(left.rows, right.rows, strict=True)
         for a, b in zip(row, other, strict=True)
     )
@@ -528,9 +665,14 @@ def _equal_matrices(left: Matrix, right: Matrix, strict: bool) -> bool:
 # --- numbers and expressions
 
 
-def equal_quantities(answer: Tree, reference: Tree) -> bool:
+def equal_quantities(answer: Tree, reference: Tree, rules: Rules) -> bool:
     if answer == reference:
         return True
+    if not rules.operators:
+        if _is_literal(split(reference)[0]) and is_undone(answer):
+            return False
+        if symbols(answer) - symbols(reference):
+            return False  # `3x/x`: what the question asks for was not computed
     if not (_has_number(answer) and _has_number(reference)):
         return (
             isinstance(answer, UnitWords)
@@ -611,12 +753,25 @@ def _is_literal(tree: Tree) -> bool:
 
 
 def is_undone(tree: Tree) -> bool:
-    """Whether a term consists of sums, differences and products of literal numbers, and was not computed."""
+    """Whether a sum, difference or product of literal numbers is left in a term: ``40 + 2``, ``\\sqrt{4 + 5}``."""
     value, _ = split(tree)
+    return _is_sum_or_product_of_literals(value) or any(
+        isinstance(part, Op)
+        and part.name in ("+", "*")
+        and (all(map(_is_literal, part.args)) or (part.name == "+" and Num(Fraction(0)) in map(_plain, part.args)))
+        for part in parts(value)
+    )
+
+
+def _is_sum_or_product_of_literals(value: Tree) -> bool:
     inner = list(parts(value))
     return all(
         isinstance(part, Num) or (isinstance(part, Op) and part.name in ("+", "*", "/", "neg")) for part in inner
     ) and any(isinstance(part, Op) and part.name in ("+", "*") for part in inner)
+
+
+def _plain(tree: Tree) -> Tree:
+    return Num(tree.value) if isinstance(tree, Num) else tree
 
 
 def equal_numbers(answer: Tree, reference: Tree) -> bool:
@@ -650,7 +805,7 @@ def _equal_constants(answer: Tree, reference: Tree) -> bool:
             right = numeric(reference, {}, real=real, log_base=base)
         except NoValueError:
             continue
-        if _near(left, right):
+        if _near(left, right) and _near_with_more_digits(answer, reference, [], 0, base):
             return True
     return _stands_for(answer, reference) or _stands_for(reference, answer)
 
@@ -674,6 +829,24 @@ def _near(left: Any, right: Any) -> bool:
     return bool(abs(left - right) <= TOLERANCE * max(abs(left), abs(right), mpmath.mpf(10) ** -20))
 
 
+def _near_with_more_digits(answer: Tree, reference: Tree, names: list[str], number: int, base: int) -> bool:
+    """Compares once more with as many digits as tell apart the largest and the smallest number on the way.
+
+    ``\\tanh 1000`` and ``1`` are the same to 60 digits.
+    """
+    real = _is_real(answer, reference)
+    at = _values_at(number, names)
+    span = max(decimal_span(tree, at, real=real, log_base=base) for tree in (answer, reference))
+    if span > MAX_POWER_DIGITS // 3:
+        raise TooLargeError("numbers that are too far apart to be compared")
+    with mpmath.workdps(DIGITS + 3 * span):
+        at = _values_at(number, names)
+        left, right = (numeric(tree, at, real=real, log_base=base) for tree in (answer, reference))
+        if mpmath.isinf(left) or mpmath.isinf(right):
+            return bool(left == right)
+        return bool(abs(left - right) <= max(abs(left), abs(right), 1) * mpmath.mpf(10) ** -(DIGITS // 2 + 2 * span))
+
+
 POINTS = (
     ("1.37", "0.71", "2.93", "0.43", "1.91"),
     ("2.19", "3.07", "0.57", "1.61", "0.89"),
@@ -689,12 +862,15 @@ POINTS = (
 )
 
 
+def _values_at(number: int, names: list[str]) -> dict[str, Any]:
+    return {name: mpmath.mpf(POINTS[number][i % 5]) + (i // 5) for i, name in enumerate(names)}
+
+
 def _at_points(tree: Tree, names: list[str], base: int, *, real: bool) -> list[Any]:
     values: list[Any] = []
-    for point in POINTS:
-        at = {name: mpmath.mpf(point[i % 5]) + (i // 5) for i, name in enumerate(names)}
+    for number in range(len(POINTS)):
         try:
-            values.append(numeric(tree, at, real=real, log_base=base))
+            values.append(numeric(tree, _values_at(number, names), real=real, log_base=base))
         except NoValueError:
             values.append(None)
     return values
@@ -703,8 +879,10 @@ def _at_points(tree: Tree, names: list[str], base: int, *, real: bool) -> list[A
 def _agree_at_points(answer: Tree, reference: Tree, names: list[str], base: int) -> bool:
     real = _is_real(answer, reference)
     pairs = list(zip(*(_at_points(tree, names, base, real=real) for tree in (answer, reference)), strict=True))
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return len(both) >= MIN_POINTS and all(_near(a, b) for a, b in both)
+    both = [number for number, (a, b) in enumerate(pairs) if a is not None and b is not None]
+    if len(both) < MIN_POINTS or not all(_near(*pairs[number]) for number in both):
+        return False
+    return all(_near_with_more_digits(answer, reference, names, number, base) for number in both[:MIN_POINTS])
 
 
 def _proportional(one: Tree, other: Tree, *, positive: bool = False) -> bool:

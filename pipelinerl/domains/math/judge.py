@@ -26,6 +26,10 @@ MAX_TEXT_CHARS = 4000
 HARMLESS = "0"
 """An answer that is judged beside every reference that can be judged at all."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
+OPENING = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.S)
+"""A brace, or a backslash with what it escapes."""
+OTHER_WORDS = {"dne": "does not exist"}
 WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
 
 
@@ -42,18 +46,15 @@ def last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed")
     if start < 0:
         return None
-    opening = start + len("\\boxed")
-    if text[opening : opening + 1] != "{":
-        match = re.match(r"\s*([^\s{}$]+)", text[opening:])
+    opening = OPENING.match(text, start)
+    if opening is None:
+        match = re.match(r"\s*([^\s{}$]+)", text[start + len("\\boxed") : start + MAX_TEXT_CHARS])
         return match[1] if match else None
-    depth = 0
-    for position in range(opening, len(text)):
-        escaped = text[position - 1] == "\\" and text[position - 2] != "\\"
-        if escaped:
-            continue
-        depth += (text[position] == "{") - (text[position] == "}")
+    depth = 1
+    for brace in BRACE.finditer(text, opening.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return re.sub(r"(?<!\\)\\$", "", text[opening + 1 : position].strip()).strip()
+            return re.sub(r"(?<!\\)\\$", "", text[opening.end() : brace.start()].strip()).strip()
     return None
 
 
@@ -131,6 +132,13 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
     words = words_of(reference)
     if answer == reference or (words is not None and words_of(answer) == words):
         return correct()
+    if (wanted_choice := latex.choice(reference)) is not None and (chosen := latex.choice(answer)) is not None:
+        if chosen.letter != wanted_choice.letter:
+            return wrong("another choice")
+        if not (chosen.has_text and wanted_choice.has_text):
+            return correct()
+    if (several := latex.choices(reference)) and several == latex.choices(answer):
+        return correct()
     refusal = unparsable("no answer of the grammar")
     for bare_units in (True, False):
         try:
@@ -169,7 +177,11 @@ def words_of(text: str) -> str | None:
         bare = bare[1:-1].strip()
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9' :-]*", bare) or re.search(r"[\^_]", text):
         return None
-    return bare.lower() if len(bare) > 1 and not re.search(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", bare) else bare
+    if len(bare) == 1 or re.search(r"(?<![A-Za-z])[B-HJ-Zb-hj-z](?![A-Za-z])", bare):
+        return bare
+    bare = re.sub(r"^(?:an?|the) (?!(?:and|or) )", "", bare.lower())
+    bare = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", OTHER_WORDS.get(bare, bare))
+    return " ".join(word[:-1] if len(word) > 3 and word.endswith("s") else word for word in bare.split())
 
 
 @functools.lru_cache(maxsize=1024)

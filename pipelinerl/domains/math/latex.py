@@ -12,6 +12,7 @@ source: it equals itself and nothing else. Text inside a term is a ``UnitWords``
 """
 
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -102,6 +103,14 @@ class Based:
 
 
 @dataclass(frozen=True)
+class Clock:
+    """A time of day. ``minutes`` after midnight or noon, ``half`` is ``am`` or ``pm``."""
+
+    minutes: int
+    half: str
+
+
+@dataclass(frozen=True)
 class Chain:
     """``side relation side …``. A side that is only a name may have no tree."""
 
@@ -120,7 +129,7 @@ class Statement:
 
 
 REAL_LINE = Brackets("(", ")", (Op("neg", (Sym("infty"),)), Sym("infty")))
-Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Join | Ratio | Matrix | Based
+Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Join | Ratio | Matrix | Based | Clock
 
 
 @dataclass(frozen=True)
@@ -137,35 +146,57 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _words_in_order(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 UNICODE = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
-        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^{\circ}", "²": "^{2}", "³": "^{3}",
+        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^{\circ}",
         "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
         "≈": r"\approx ", "μ": r"\mu ", "µ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta ", "α": r"\alpha ",
-        "€": r"\euro ", "£": r"\pounds ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+        "€": r"\euro ", "£": r"\pounds ", "₹": r"\rupee ", "¥": r"\yen ", "¢": r"\cents ", "…": r"\ldots ",
+        "⁄": "/", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
     }
 )  # fmt: skip
+SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "_": "₀₁₂₃₄₅₆₇₈₉"}
+"""The characters that stand for ``0`` to ``9``, ``+`` and ``-`` as a power or an index."""
+VULGAR = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒"
 NO_MEANING = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
+    r"\\(?:left|right)\s*\.|\\(?:left|right|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|ensuremath|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
     r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
-    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\begin\{(?:aligned|gathered)\}|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
+    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:begin|end)\{(?:aligned|gathered|split)\}|&\s*(?==)|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
 )
 SPACE = re.compile(r"(?<!\\)\\(?:[,;: >]|(?:quad|qquad|thinspace|enspace|space)(?![A-Za-z]))|\\hspace\s*\{[^{}]*\}|~")
 TEXT = re.compile(r"\\(?:text|textrm|textnormal|textbf|textit|mathrm|rm|mbox|hbox)\s*(?=\{)")
 GROUPS = r"(?:[ ]\d{3})+(?!\d)"
+REPEATING = re.compile(
+    r"(?P<whole>\d*)\.(?P<part>\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<over>\d+)\}|(?P<digit>\d))(?:(?P<inner>\d*)\\dot"
+    r"\s*\{?(?P<last>\d)\}?)?|\((?P<brackets>\d+)\)|\s*(?P<dots>\.\.\.|\\(?:ldots|dots|cdots)(?![A-Za-z])))"
+)
+"""Repeating decimals: ``0.\\overline{3}``, ``0.1\\dot{4}2\\dot{7}``, ``0.(36)``, ``0.3636...``."""
 NUMBER = re.compile(
     r"(?P<grouped>(?<![\d.])\d{1,3}(?:(?:\{,\}\d{3})+|(?:,\d{3})+|(?: \d{3})+)(?![\d])(?:\.\d+)?)"
-    r"|(?P<whole>\d*)\.(?P<part>\d*)\\(?:overline|bar|dot)\s*\{(?P<period>\d+)\}"
     r"|(?P<plain>\d+\.\d+|\d+|\.\d+)(?:[eE](?P<exponent>[+-]?\d{1,4})(?![\d.]))?"
 )
+TAKES_ARGUMENT = _words("^ _ frac dfrac tfrac cfrac sqrt binom dbinom tbinom")
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
+NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*([a-z]+)\s*\}")
+TIME = re.compile(r"\s*(\d{1,2}(?::\d\d)?)\s*([ap]\.?m\.?)\s*", re.I)
+CHOICE = re.compile(r"\s*(?P<word>(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-H])(?P<mark>[).:]*)\s*")
+CHOICES = re.compile(r"[\s(]*[A-Z][\s)]*(?:(?:,|and|or|&)+[\s(]*[A-Z][\s)]*)+")
 
 FUNCTIONS = _words(
     "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh"
 )  # fmt: skip
 PLAIN_WORDS = {"sqrt", "pi", "infty", *FUNCTIONS}
 """Commands that are understood without their backslash."""
+OTHER_NAMES = {
+    "tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "cosec": "csc", "sh": "sinh", "ch": "cosh",
+    "th": "tanh",
+}  # fmt: skip
+"""What functions are called elsewhere."""
 UNDONE = _words(
     """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
     nabla"""
@@ -180,7 +211,8 @@ RELATIONS = {
     "=": "=", "equiv": "=", "approx": "~", "doteq": "~", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=",
     "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "ne": "!=", "neq": "!=", "in": "in",
 }  # fmt: skip
-CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterling", "cents": "cent"}
+CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterling", "cents": "cent",
+            "rupee": "rupee", "yen": "yen"}  # fmt: skip
 QUALIFIERS = _words(
     """or and not but either neither nor maybe perhaps possibly approximately about around roughly nearly almost less
     more fewer greater larger smaller than least most over under below above between until except without if unless
@@ -202,11 +234,101 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
     Raises:
         NotParsedError: the grammar does not cover the text.
     """
-    reader = Parser(without_braces(tokenize(text)), bare_units)
+    tokens = without_braces(tokenize(text))
+    if (known := _known_words(_words_of(tokens))) is not None:
+        return Statement((Chain((known,)),))
+    reader = Parser(tokens, bare_units)
     answer = reader.answer(frozenset())
     if reader.next is not None:
         raise NotParsedError(f"{reader.next.text!r} is not expected")
     return answer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A letter of a multiple choice, and whether its text follows: ``(B) 42``."""
+
+    letter: str
+    has_text: bool
+
+
+def choices(text: str) -> frozenset[str]:
+    """The letters of an answer that chooses several: ``AC``, ``A, C``, ``A and C``. Empty for any other answer."""
+    try:
+        tokens = without_braces(tokenize(text))
+    except NotParsedError:
+        return frozenset()
+    letters = [token.text.strip() for token in tokens if token.text not in (",", ";") and token.text.strip() != "and"]
+    known = all(CHOICE.fullmatch(letter) and len(letter) == 1 for letter in letters)
+    return frozenset(letters) if known and len(set(letters)) == len(letters) > 1 else frozenset()
+
+
+def choice(text: str) -> Choice | None:
+    """The one letter that an answer chooses. None for an answer that is no choice, or names several."""
+    try:
+        tokens = without_braces(tokenize(text))
+    except NotParsedError:
+        return None
+    texts = [token.text for token in tokens]
+    if not tokens:
+        return None
+    if tokens[0].kind == "text" and (label := CHOICE.fullmatch(texts[0])):
+        letter, is_label, rest = label["letter"], bool(label["word"] or label["mark"]), tokens[1:]
+    elif texts[:1] == ["("] and texts[2:3] == [")"] and CHOICE.fullmatch(texts[1]):
+        letter, is_label, rest = texts[1], True, tokens[3:]
+    elif tokens[0].kind == "letter" and CHOICE.fullmatch(texts[0]):
+        letter, is_label, rest = texts[0], texts[1:2] == [")"], tokens[2:] if texts[1:2] == [")"] else tokens[1:]
+    else:
+        return None
+    if not rest:
+        return Choice(letter, has_text=False)
+    names_more = any(CHOICE.fullmatch(t.text) or t.text in (",", ";") or t.text.strip() in QUALIFIERS for t in rest)
+    follows = rest[0].gap or rest[0].kind in ("num", "text")
+    return Choice(letter, has_text=True) if is_label and follows and not names_more else None
+
+
+def _words_of(tokens: list[Token]) -> str:
+    """The words of an answer that has nothing else, in small letters. Else an empty text."""
+    if not all(token.kind in ("text", "letter") or token.text == "-" for token in tokens):
+        return ""
+    joined = "".join(" " * (token.gap or token.kind == "text") + token.text for token in tokens)
+    return " ".join(joined.replace("-", " ").lower().split()).strip(" .")
+
+
+UNITS = _words_in_order(
+    """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen"""
+)
+TENS = _words_in_order("twenty thirty forty fifty sixty seventy eighty ninety")
+NAMED_SETS: dict[str, Tree] = {
+    **dict.fromkeys(("all real numbers", "all reals", "any real number", "every real number"), REAL_LINE),
+    **dict.fromkeys(
+        ("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set"),
+        FiniteSet(()),
+    ),
+}
+
+
+def _known_words(words: str) -> Tree | None:
+    """The number or set that words name. None for other words."""
+    if words in NAMED_SETS:
+        return NAMED_SETS[words]
+    total, group = 0, 0
+    last = 10**9
+    for word in words.split():
+        if word in ("hundred", "thousand", "million") and group:
+            size = SCALES[word]
+            if word == "hundred":
+                group *= 100
+            else:
+                total, group = total + group * size, 0
+            last = size
+            continue
+        value = UNITS.index(word) if word in UNITS else 10 * TENS.index(word) + 20 if word in TENS else None
+        if value is None or (group and not (last >= 100 or (20 <= last < 100 and 0 < value < 10))):
+            return None
+        group, last = group + value, value
+    return Num(Fraction(total + group)) if words else None
 
 
 def without_braces(tokens: list[Token]) -> list[Token]:
@@ -221,9 +343,24 @@ def without_braces(tokens: list[Token]) -> list[Token]:
     return tokens
 
 
+def _plain_characters(text: str) -> str:
+    """Writes what Unicode has in one character as LaTeX does."""
+    for mark, characters in SCRIPTS.items():
+        digits = str.maketrans(characters, "0123456789+-"[: len(characters)])
+        text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
+    text = re.sub(f"[{VULGAR}]", lambda one: _vulgar(one[0]), text)
+    return re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
+
+
+def _vulgar(character: str) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", character).partition("⁄")
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
 def tokenize(text: str) -> list[Token]:
-    text = SPACE.sub(" ", NO_MEANING.sub(lambda m: "-" if "minus" in m[0] else " ", text.translate(UNICODE))).strip()
-    text = re.sub(r"\{([-+])\}", r"\1", text)
+    text = _plain_characters(text)
+    text = SPACE.sub(" ", NO_MEANING.sub(lambda m: "-" if "minus" in m[0] else " ", text)).strip()
+    text = re.sub(r"\{([-+:=<>])\}", r"\1", text)
     text = re.sub(r"\\operatorname\*", r"\\operatorname", re.sub(r"(?<=\w|\}|\))\.$", "", text))
     tokens: list[Token] = []
     position, depth, gap = 0, 0, False
@@ -231,7 +368,11 @@ def tokenize(text: str) -> list[Token]:
         if text[position].isspace():
             position, gap = position + 1, True
             continue
-        token, position = _next_token(text, position, depth, gap)
+        is_argument = bool(tokens) and tokens[-1].text in TAKES_ARGUMENT
+        token, position = _next_token(text, position, depth, gap, is_argument)
+        if token == []:
+            gap = True
+            continue
         if isinstance(token, list):
             tokens += token
         else:
@@ -241,13 +382,19 @@ def tokenize(text: str) -> list[Token]:
     return tokens
 
 
-def _next_token(text: str, position: int, depth: int, gap: bool) -> tuple[Token | list[Token], int]:
+def _next_token(text: str, position: int, depth: int, gap: bool, is_argument: bool) -> tuple[Token | list[Token], int]:
     if wrapped := TEXT.match(text, position):
         end = closing_brace(text, wrapped.end())
         content = text[wrapped.end() + 1 : end]
         if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
             return tokenize(content), end + 1
         content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
+        if not content.strip():
+            return [], end + 1
+        if time := TIME.fullmatch(content):
+            return [*tokenize(time[1]), Token("text", time[2])], end + 1
+        if CHOICES.fullmatch(content):
+            return [*tokenize(content.replace("&", " and "))], end + 1
         if content.strip() in ("$", "%"):
             return Token("sym", content.strip(), gap), end + 1
         if (command := COMMAND.fullmatch(content.strip())) and command[1] in CURRENCY:
@@ -255,10 +402,16 @@ def _next_token(text: str, position: int, depth: int, gap: bool) -> tuple[Token 
         if counted := NUMBER_AND_WORDS.fullmatch(content):
             return [*tokenize(counted[1]), Token("text", counted[2])], end + 1
         return Token("text", content, gap), end + 1
+    if (match := REPEATING.match(text, position)) and (number := _repeating(match)) is not None:
+        return Token("num", match[0], gap, number), match.end()
     if match := NUMBER.match(text, position):
+        if is_argument and " " in match[0]:
+            match = re.compile(r"(?P<grouped>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
         if match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"] and depth > 0:
-            match = re.compile(r"(?P<grouped>)(?P<period>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
+            match = re.compile(r"(?P<grouped>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
         return Token("num", match[0], gap, _number(match)), match.end()
+    if (match := NAMED_FUNCTION.match(text, position)) and OTHER_NAMES.get(match[1], match[1]) in FUNCTIONS:
+        return Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap), match.end()
     if match := COMMAND.match(text, position):
         if match[1] in "{}":
             return Token("sym", match[0], gap), match.end()
@@ -267,7 +420,8 @@ def _next_token(text: str, position: int, depth: int, gap: bool) -> tuple[Token 
         name = {"lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")", "lvert": "|", "rvert": "|",
                 "vert": "|",
                 "cdot": "*", "times": "*", "div": "/", "colon": ":", "degree": "°"}.get(match[1])  # fmt: skip
-        return Token("sym", name, gap) if name else Token("cmd", match[1], gap), match.end()
+        named = OTHER_NAMES.get(match[1], match[1])
+        return Token("sym", name, gap) if name else Token("cmd", named, gap), match.end()
     if match := re.match(r"[A-Za-z]+", text[position:]):
         word = match[0]
         if word in ("or", "and") and (gap or position == 0):
@@ -289,12 +443,23 @@ def closing_brace(text: str, opening: int) -> int:
     raise NotParsedError("a brace is not closed")
 
 
+def _repeating(match: re.Match[str]) -> Num | None:
+    """The value of a repeating decimal. None if the digits before dots show no period."""
+    whole, part = match["whole"] or "0", match["part"]
+    period = match["brackets"] or (match["over"] or match["digit"] or "") + (match["inner"] or "") + (
+        match["last"] or ""
+    )
+    if match["dots"]:
+        shown = re.search(r"(\d+?)\1{2,}$|(\d{2,}?)\2$", part)
+        if shown is None:
+            return None
+        period = shown[1] or shown[2]
+    scale = 10 ** len(part)
+    value = Fraction(int(whole + part), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+    return Num(value, len(part), repeating=True)
+
+
 def _number(match: re.Match[str]) -> Num:
-    if match["period"]:
-        whole, part, period = match["whole"] or "0", match["part"], match["period"]
-        scale = 10 ** len(part)
-        value = Fraction(int(whole + part), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
-        return Num(value, len(part), repeating=True)
     text = re.sub(r"[ ,{}]", "", match["grouped"] or match["plain"])
     decimals = len(text.partition(".")[2]) if "." in text else None
     value = Fraction(text if text[0] != "." else "0" + text)
@@ -372,9 +537,10 @@ class Parser:
         sides: list[Tree | None] = []
         relations: list[str] = []
         labels = set()
-        if self.sees("approx"):
+        if self.sees("approx") or (self.sees("=") and self._position == 0):
+            sides, relations = [None], [RELATIONS[self._tokens[self._position].text]]
+            labels.add(0)
             self._position += 1
-            sides, relations = [None], ["~"]
         while True:
             start = self._position
             name_end = self.plain_name()
@@ -415,7 +581,7 @@ class Parser:
         if token is None or token.kind != "text" or self._position + 1 >= len(self._tokens):
             return
         following = self.peek(1)
-        if following is not None and (following.text == "(" and token.text[-1:].isalpha()):
+        if following is not None and (following.text == "_" or (following.text == "(" and token.text[-1:].isalpha())):
             return
         words = re.findall(r"[A-Za-z]+", token.text.lower())
         if not words or re.search(r"\d", token.text) or QUALIFIERS & (set(words) - {"of", "no", "to", "from"}):
@@ -474,7 +640,7 @@ class Parser:
         items = [left]
         while not in_set and self._ratio_follows():
             items.append(self.sum())
-        return left if len(items) == 1 else Ratio(tuple(items))
+        return _clock(items) or (left if len(items) == 1 else Ratio(tuple(items)))
 
     def _ratio_follows(self) -> bool:
         token = self.next
@@ -573,7 +739,33 @@ class Parser:
 
     def factor(self) -> Tree:
         start = self._position
+        if (numeral := self._numeral_with_letters()) is not None:
+            return numeral
         return self._postfixed(self.atom(), start)
+
+    def _numeral_with_letters(self) -> Based | None:
+        """``2A_{16}``, also in brackets or as a text."""
+        at, digits = self._position, ""
+        if (token := self.next) is not None and token.kind == "text":
+            digits, at = token.text.strip(), at + 1
+        else:
+            bracket = token is not None and token.text == "("
+            at += bracket
+            while at < len(self._tokens) and self._tokens[at].kind in ("num", "letter"):
+                digits, at = digits + self._tokens[at].text, at + 1
+            if bracket and (at == len(self._tokens) or self._tokens[at].text != ")"):
+                return None
+            at += bracket
+        if not re.fullmatch(r"(?=\d*[A-F])[0-9A-F]+", digits) or not (digits[0].isdigit() or len(digits) > 1):
+            return None
+        if at >= len(self._tokens) or self._tokens[at].text != "_":
+            return None
+        behind = self._behind_argument(at + 1)
+        base = re.sub(r"[{}()\s]", "", "".join(token.text for token in self._tokens[at + 1 : behind]))
+        if not (base in {"11", "12", "13", "14", "15", "16"} or base == "sixteen"):
+            return None
+        self._position = behind
+        return Based(digits, "16" if base == "sixteen" else base)
 
     def _scale(self) -> int | None:
         """Takes a word such as ``million``, and leaves those behind it."""
@@ -630,9 +822,23 @@ class Parser:
             return self._degrees(base)
         if self.accept("prime"):
             return Sym(self.source(start))
+        if (column := self._transposed(base)) is not None:
+            return column
         if isinstance(base, Matrix | Brackets | FiniteSet | Join):
             raise NotParsedError("a power of what is no number")
         return Op("^", (base, self.argument(whole_number=True)))
+
+    def _transposed(self, base: Tree) -> Matrix | None:
+        """The column that ``(1, 2)^T`` or a row with ``^T`` writes. None for anything else: a matrix is left undone."""
+        row = base.items if isinstance(base, Brackets) else base.rows[0] if isinstance(base, Matrix) else ()
+        if isinstance(base, Matrix) and len(base.rows) != 1:
+            return None
+        end = self._behind_argument(self._position)
+        mark = re.sub(r"[{}\s]", "", "".join(token.text for token in self._tokens[self._position : end]))
+        if not row or mark not in ("T", "top", "intercal"):
+            return None
+        self._position = end
+        return Matrix(tuple((item,) for item in row))
 
     def _degrees(self, base: Tree) -> Tree:
         token = self.next
@@ -645,6 +851,8 @@ class Parser:
         start = self._position
         self._position = self._behind_argument(start)
         index = self.source(start).strip("{} ").replace("{ ", "").replace(" }", "")
+        if isinstance(base, Num):
+            index = index.strip("() ")
         if isinstance(base, Sym):
             return Sym(f"{base.name}_{index}")
         if isinstance(base, Num) and base.value.denominator == 1 and abs(base.value) < 10**base.digits:
@@ -943,6 +1151,20 @@ class Parser:
             self._position += 1
         self.expect("}")
         return name
+
+
+def _clock(items: list[Tree]) -> Clock | None:
+    """The time that ``3:45 p.m.`` or ``10 AM`` says. None for other items."""
+    *first, last = items
+    if not (isinstance(last, Op) and last.name == "*" and isinstance(last.args[1], UnitWords)):
+        return None
+    half = re.sub(r"[.\s]", "", last.args[1].words).lower()
+    numbers = [*first, last.args[0]]
+    values = [int(n.value) for n in numbers if isinstance(n, Num) and n.value.denominator == 1 and n.decimals is None]
+    if half not in ("am", "pm") or len(values) != len(numbers) or len(values) > 2:
+        return None
+    hour, minute = (*values, 0)[:2]
+    return Clock(hour % 12 * 60 + minute, half) if 1 <= hour <= 12 and 0 <= minute < 60 else None
 
 
 def _domain(variable: Statement) -> Tree | None:

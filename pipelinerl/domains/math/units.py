@@ -14,6 +14,8 @@ CURRENCIES = (
     "cent = dollar / 100",
     "euro = [euro] = EUR = eur",
     "sterling = [sterling] = GBP",
+    "rupee = [rupee] = INR",
+    "yen = [yen] = JPY",
 )
 
 

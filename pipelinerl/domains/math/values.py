@@ -1,5 +1,7 @@
 """The value of a tree: exact where it is rational, else to ``DIGITS`` digits at given values of its symbols."""
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -91,7 +93,27 @@ def parts(tree: Tree) -> Iterator[Tree]:
                 yield from parts(part)
 
 
-def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10) -> Any:
+def renamed(tree: Tree, name: str, new: str) -> Tree:
+    """The tree with another name for one of its symbols."""
+    if isinstance(tree, Sym):
+        return Sym(new) if tree.name == name else tree
+    if isinstance(tree, Op):
+        return Op(tree.name, tuple(renamed(part, name, new) for part in tree.args))
+    if isinstance(tree, FiniteSet | Brackets):
+        return dataclasses.replace(tree, items=tuple(renamed(part, name, new) for part in tree.items))
+    if isinstance(tree, Join):
+        return Join(tree.name, renamed(tree.left, name, new), renamed(tree.right, name, new))
+    return tree
+
+
+def decimal_span(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10) -> int:
+    """How many decimal places lie between 1 and the largest or smallest number on the way to a tree's value."""
+    bits = [0]
+    numeric(tree, at, real=real, log_base=log_base, bits=bits)
+    return int(max(bits) * math.log10(2)) + 1
+
+
+def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10, bits: list[int] | None = None) -> Any:
     """Evaluates a tree.
 
     Args:
@@ -99,12 +121,15 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
         at: the value of every free symbol.
         real: an intermediate result that is not real has no value.
         log_base: what a logarithm without a base means. 0: the natural one.
+        bits: takes the binary exponent of every number on the way.
     Raises:
         NoValueError: the tree has no value at these symbols.
         TooLargeError: a power is too large.
     """
     rational = exact(tree)
     if rational is not None:
+        if bits is not None:
+            bits += (rational.numerator.bit_length(), rational.denominator.bit_length())
         return mpmath.mpf(rational.numerator) / rational.denominator
     if isinstance(tree, Sym):
         return _symbol(tree.name, at)
@@ -116,13 +141,17 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
         raise NoValueError(f"{tree.words!r} is no number")
     if not isinstance(tree, Op):
         raise NoValueError("no number")
-    values = [numeric(part, at, real=real, log_base=log_base) for part in tree.args]
+    values = [numeric(part, at, real=real, log_base=log_base, bits=bits) for part in tree.args]
     try:
         result = _operation(tree.name, values, log_base)
     except (ZeroDivisionError, OverflowError) as error:
         raise NoValueError("undefined") from error
     if mpmath.isnan(result) or (real and not mpmath.im(result) == 0):
         raise NoValueError("not a real number")
+    if bits is not None and mpmath.isfinite(result) and result != 0:
+        bits.append(abs(mpmath.mag(result)))
+        if tree.name == "tanh":  # it comes near to 1 as fast as e^{-2x} to 0
+            bits.append(int(3 * min(abs(values[0]), MAX_POWER_DIGITS * 10)))
     return mpmath.re(result) if real else result
 
 

@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 
 from pipelinerl.domains.countdown import generate_rollout, load_problems
-from pipelinerl.domains.countdown.judge import ExpressionError, evaluate, judge, judge_expression
+from pipelinerl.domains.countdown.judge import ExpressionError, evaluate, judge, judge_expression, part_to_judge
 from pipelinerl.errors import DomainError
 from pipelinerl.testing import run_rollout
 
@@ -180,3 +180,33 @@ def test_every_sign_of_multiplication_is_read(sign):
 
 def test_another_command_is_refused():
     assert judge_expression("3\\timesx 4", [3, 4], 12).status == "unparsable"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r"\frac{8}{3-\frac{8}{3}}", r"\dfrac{8}{3 - 8/3}", r"8/\left(3-8/3\right) = 24", r"\tfrac{8}{(3-\frac{8}{3})}"],
+)
+def test_fraction_is_a_quotient(text):
+    assert judge_expression(text, [8, 3, 8, 3], 24).status == "correct"
+    assert judge_expression(text, [8, 3, 8, 4], 24).status == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text", [r"\frac84", r"\frac{8}4", r"\frac{8}{4-4}", r"{8}/4", r"\frac{8)(4}", r"\left 8", r"\frac{8}"]
+)
+def test_broken_fraction_is_refused(text):
+    assert judge_expression(text, [8, 4], 2).status == "unparsable"
+
+
+@pytest.mark.parametrize(
+    ("output", "part"),
+    [
+        ("<answer>1</answer> <answer>2</answer>", "<answer>2</answer>"),
+        ("<answer><answer>1</answer></answer>", "<answer>1</answer>"),
+        ("<answer>1</answer> <answer>2", "<answer>1</answer>"),
+        ("</answer><answer>", ""),
+        ("1</answer>", ""),
+    ],
+)
+def test_part_to_judge_is_the_last_answer_that_is_closed(output, part):
+    assert part_to_judge(output) == part

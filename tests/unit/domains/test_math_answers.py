@@ -1,7 +1,7 @@
 r"""Answers that a fair examiner accepts or refuses, in the tables of ``math_answers/``.
 
-``honest`` and ``cheats`` were written beside the rules, ``exam_…`` before them, and ``third_…`` after them without a
-look at them.
+``honest`` and ``cheats`` were written beside the rules, ``exam_…`` before them, ``third_…`` after them without a look
+at them, and ``fourth_…`` by another reader, who then added what lies beside the answers that had been judged wrongly.
 """
 
 from pathlib import Path
@@ -12,7 +12,8 @@ from pipelinerl.domains.math import units
 from pipelinerl.domains.math.judge import judge, parse_with_library
 from pipelinerl.domains.math.latex import NotParsedError, parse
 
-TABLE_NAMES = ("honest", "exam_honest", "third_honest", "cheats", "exam_cheats", "third_cheats")
+HONEST = ("honest", "exam_honest", "third_honest", "fourth_honest")
+CHEATS = ("cheats", "exam_cheats", "third_cheats", "fourth_cheats")
 TABLES = Path(__file__).with_name("math_answers")
 
 
@@ -26,26 +27,26 @@ def status(answer: str, gold: str, **options: object) -> str:
     return judge(f"\\boxed{{{answer}}}", gold, dict(options)).status
 
 
-@pytest.mark.parametrize("name", ["honest", "exam_honest", "third_honest"])
+@pytest.mark.parametrize("name", HONEST)
 def test_judge_honest_answer_is_correct(name: str) -> None:
     assert [(gold, answer) for gold, answer in table(name) if status(answer, gold) != "correct"] == []
 
 
-@pytest.mark.parametrize("name", ["cheats", "exam_cheats", "third_cheats"])
+@pytest.mark.parametrize("name", CHEATS)
 def test_judge_answer_that_is_not_the_reference_is_refused(name: str) -> None:
     judged = [(gold, answer, status(answer, gold)) for gold, answer in table(name)]
     assert [one for one in judged if one[2] not in ("wrong", "unparsable")] == []
 
 
 def test_tables_have_hundreds_of_pairs_and_none_twice() -> None:
-    tables = [table(name) for name in TABLE_NAMES]
+    tables = [table(name) for name in (*HONEST, *CHEATS)]
     assert [len(set(one)) for one in tables] == [len(one) for one in tables]
-    assert not set().union(*tables[:3]) & set().union(*tables[3:])
+    assert not set().union(*tables[: len(HONEST)]) & set().union(*tables[len(HONEST) :])
     assert min(map(len, tables)) >= 150
 
 
 def test_every_reference_equals_itself() -> None:
-    references = {gold for name in TABLE_NAMES for gold, _ in table(name)}
+    references = {gold for name in (*HONEST, *CHEATS) for gold, _ in table(name)}
     assert [gold for gold in references if status(gold, gold + " ") != "correct"] == []
 
 
@@ -122,6 +123,27 @@ def test_parse_nothing_is_skipped(text: str) -> None:
 )
 def test_judge_answer_that_would_take_for_ever_ends_at_once(answer: str) -> None:
     assert status(answer, r"\frac{1}{2}") in ("wrong", "unparsable")
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        r"\boxed {42}",
+        "\\boxed\n{42}",
+        r"\boxed{\begin{aligned}x &= 42\end{aligned}}",
+        r"\boxed{\Large 42}",
+        r"\boxed{\left.42\right.}",
+        r"\boxed{\text{ } 42}",
+        r"\boxed{\boxed{42}}",
+    ],
+)
+def test_judge_layout_of_a_box_has_no_meaning(output: str) -> None:
+    assert judge(output, "42", {"answer_format": "boxed"}).status == "correct"
+
+
+def test_judge_numbers_that_differ_by_less_than_can_be_compared_are_not_the_same() -> None:
+    assert status(r"1 + e^{-10^4}", "1") == "wrong"
+    assert status(r"\tanh(10^{9})", "1") == "unparsable"
 
 
 def test_judge_long_sum_is_judged_within_the_depth_of_the_interpreter() -> None:
