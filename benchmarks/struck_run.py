@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,8 @@ FULL_S = 3.0
 """How long the disk stays full."""
 AROUND = ("launcher", "reaper", "disk", "clock")
 """What is struck besides jobs."""
+EVALUATION_STARTED = re.compile(r"event=evaluation_(?:started|restarted) version=(\d+)")
+"""In the actor's log."""
 Action = Literal["kill", "freeze"]
 Moment = Literal["any", "update", "checkpoint", "evaluation", "startup", "resume", "summary"]
 T = TypeVar("T")
@@ -187,8 +190,13 @@ class StruckRun:
             return any(checkpoint_root(self.run_dir).glob(unpublished_name(0).replace("0", "*")))
         if moment == "evaluation":
             actor = self.job("actor_0")
-            return actor is not None and int(actor.fields.get("evaluating", -1)) >= step
+            return actor is not None and bool(actor.fields.get("evaluating")) and self.evaluated_version() >= step
         return True
+
+    def evaluated_version(self) -> int:
+        """The version that the newest evaluation is of. -1: none has begun."""
+        found = EVALUATION_STARTED.findall((self.run_dir / "actor_0" / "log.txt").read_text())
+        return int(found[-1]) if found else -1
 
     def look(self) -> bool:
         """Note what the run's processes use, to see at the end that nothing of it is left. False if none was seen."""
