@@ -223,6 +223,7 @@ def take_streams(claim: Claim, plan: RunPlan) -> bool:
 
     Raises:
         ConfigError: an external redis may delete records, or has streams of an earlier run in the folder of a new one.
+            Or the streams are packed for other trainer ranks.
     """
     config = plan.config
     knows_password = config.launcher.engine != "external" or REDIS_PASSWORD_VARIABLE in os.environ
@@ -235,6 +236,8 @@ def take_streams(claim: Claim, plan: RunPlan) -> bool:
             stream_epoch.delete_external(claim.path, config)
     if claim.resumed and config.resume == "checkpoint":
         stream_epoch.begin_epoch(claim.path, config, say)
+    elif claim.resumed:
+        stream_epoch.check_packing(claim.path, config, plan.world)
     if not (is_external and stream_epoch.has_records(claim.path, config)):
         return False
     if not claim.resumed and has_streams(plan):

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import ConfigError, PipelineRLError, WorldError
 from pipelinerl.inspect import ledger, verify
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.records.messages import EvaluationDone, EvaluationMessage
-from pipelinerl.records.topics import EVALUATION
+from pipelinerl.records.topics import EVALUATION, TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, get_streams_backend, open_reader
 from pipelinerl.streams.epoch import (
     EPOCH_FILE,
@@ -28,6 +29,7 @@ from pipelinerl.streams.epoch import (
     read_epoch,
     write_epoch,
 )
+from pipelinerl.world import WorldMap
 from pipelinerl.world.disk import make_folder, sync_path
 
 log = logging.getLogger(__name__)
@@ -55,11 +57,43 @@ def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None], *, ow
     say(f"new streams behind the newest good checkpoint; the old ones are in {lost}: delete it when you do not need it")
 
 
-def has_records(run_dir: Path, config: Config) -> bool:
-    """Whether there are streams of this folder with records. For an external redis before anybody writes to it."""
+def has_records(run_dir: Path, config: Config, topic: str | None = None) -> bool:
+    """Whether there are streams of this folder with records, of ``topic`` (None: of any).
+
+    For streams that are not on the run's own redis, which does not run before the roles.
+    """
     backend_from_config(config, run_dir)
     backend = get_streams_backend()
-    return any(backend.stats(spec).next_offset for spec in backend.specs(run_dir))
+    return any(backend.stats(spec).next_offset for spec in backend.specs(run_dir) if topic in (None, spec.topic))
+
+
+def check_packing(run_dir: Path, config: Config, world: WorldMap) -> None:
+    """Refuse micro-batches that an earlier launch has packed for other trainer ranks.
+
+    Each rank reads its own partition. With fewer ranks, what lies in the others would not be trained. Of ranks that no
+    longer share micro-batches, each would train them.
+
+    Raises:
+        ConfigError: the number of ranks, or of those that share a micro-batch, is another one.
+    """
+    try:
+        before = WorldMap.load(run_dir)
+    except WorldError:  # that launch ended before it had one
+        return
+    ranks, shared = world.trainer_world_size, config.finetune.seq_parallel
+    changed = []
+    if before.trainer_world_size != ranks:
+        changed.append(
+            f"the trainer's ranks (`world.finetune_fraction`) were {before.trainer_world_size} and are {ranks}"
+        )
+    if (shared_before := load_old_run(run_dir).finetune.seq_parallel) != shared:
+        changed.append(f"`finetune.seq_parallel` was {shared_before} and is {shared}")
+    if changed and (config.streams.backend == "redis" or has_records(run_dir, config, TRAINING_DATA)):
+        raise ConfigError(
+            f"`output_dir` is {str(run_dir)!r}: {', '.join(changed)}, but micro-batches in the streams are packed for "
+            "those of before; go on with the same, or set resume=checkpoint, which packs new ones behind the newest "
+            "checkpoint"
+        )
 
 
 def check_external(run_dir: Path, config: Config) -> None:

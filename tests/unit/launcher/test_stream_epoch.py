@@ -1,19 +1,29 @@
 """`resume=checkpoint`: streams are set aside with an account of every rollout, whatever their state."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from pipelinerl.config.load import load_run
+from pipelinerl.config import load
+from pipelinerl.config.load import RUN_CONFIG, load_run
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect import ledger
-from pipelinerl.launcher import stream_epoch
-from pipelinerl.records import OrderResumed, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
+from pipelinerl.launcher import program, stream_epoch
+from pipelinerl.launcher.run_dir import Claim
+from pipelinerl.records import MicroBatch, OrderResumed, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
 from pipelinerl.records.order import DataOrder
 from pipelinerl.records.rollouts import ActorRecord
 from pipelinerl.streams import SingleStreamSpec, open_writer
 from pipelinerl.streams.epoch import StreamEpoch, lost_folder, read_epoch, write_epoch
+from pipelinerl.world import WorldMap, build_world
 from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run
+from tests.says import says
 
 BATCH = ATTEMPTS * GROUPS
 
@@ -87,3 +97,59 @@ def test_evaluations_and_snapshots_are_kept_for_the_new_streams(run: Path) -> No
     begin(run)
     assert read_epoch(run).number == 3
     assert (lost_folder(run, 2) / "stream_epoch.json").exists()
+
+
+def config_with(ranks: int, *overrides: str) -> Config:
+    required = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b", "world.accelerator=cpu"]
+    devices = [f"world.cpu_slots={1 + ranks}", "world.actor_fraction=1", f"world.finetune_fraction={ranks}"]
+    return load.parse(load.compose("base", [*required, *devices, *overrides]))
+
+
+def go_on(run: Path, config: Config) -> None:
+    """What a launcher asks before it goes on with the streams of ``run``."""
+    stream_epoch.check_packing(run, config, build_world(config, {}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "changed"),
+    [
+        (2, 2, None),
+        (
+            1,
+            1,
+            "the trainer's ranks (`world.finetune_fraction`) were 2 and are 1, `finetune.seq_parallel` was 2 and is 1",
+        ),
+        (4, 2, "the trainer's ranks (`world.finetune_fraction`) were 2 and are 4"),
+        (2, 1, "`finetune.seq_parallel` was 2 and is 1"),
+    ],
+)
+def test_streams_packed_for_other_ranks_are_refused(
+    run: Path, make_micro_batch: Callable[..., MicroBatch], ranks: int, shared: int, changed: str | None
+) -> None:
+    """A run that went on with one rank instead of two trained half of each step that lay ready, and said nothing."""
+    OmegaConf.update(saved := load.load_run_dictconfig(run), "finetune.seq_parallel", 2)
+    OmegaConf.save(saved, run / RUN_CONFIG)
+    build_world(config_with(2), {}).save(run)
+    with open_writer(SingleStreamSpec(run, topics.TRAINING_DATA), MicroBatch) as writer:
+        writer.write(make_micro_batch())
+    config = config_with(ranks, f"finetune.seq_parallel={shared}")
+    if changed is not None:
+        with pytest.raises(ConfigError, match=says(f"{changed}, but micro-batches", "resume=checkpoint")):
+            go_on(run, config)
+        begin(run)
+    go_on(run, config)
+
+
+def test_ranks_may_change_before_anything_is_packed(run: Path) -> None:
+    go_on(run, config_with(2))  # the launch before ended before it had a world
+    build_world(config_with(1), {}).save(run)
+    shutil.rmtree(run / "streams" / "training_data", ignore_errors=True)
+    go_on(run, config_with(2))
+
+
+def test_launcher_refuses_other_ranks_before_it_writes_anything(run: Path) -> None:
+    plan: Any = SimpleNamespace(config=config_with(2, "streams=redis"), world=build_world(config_with(2), {}))
+    build_world(config_with(1), {}).save(run)
+    with (run / "lock").open("w") as lock, pytest.raises(ConfigError, match=r"resume=checkpoint"):
+        program.take_streams(Claim(path=run, resumed=True, finished=False, lock=lock), plan)
+    assert WorldMap.load(run).trainer_world_size == 1
