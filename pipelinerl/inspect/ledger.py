@@ -232,16 +232,17 @@ def read_present(run_dir: Path) -> Ledger:
     """Read the ledger of the present streams."""
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list, int]:
-        """Return the offset of the first record, the records, and the number of damaged ones behind the first."""
-        spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
-        written = get_streams_backend().stats(spec).next_offset
+        """Return the offset of the first record that was not deleted, the readable records, and the number of others."""
+        spec, backend = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance), get_streams_backend()
+        written = backend.stats(spec).next_offset
         with open_reader(spec, record_type, name=None, over_damage=True) as reader:
             found: list[tuple[int, Any]] = [(offset, without_tokens(record)) for offset, record in reader.read_each()]
-        first, last = (found[0][0], found[-1][0]) if found else (0, -1)
-        return first, [record for _, record in found], max(written, last + 1) - first - len(found)
+        kept = backend.stats(spec).first_offset  # afterwards: a live run may have deleted some before they were read
+        first, last = (min(found[0][0], kept), found[-1][0]) if found else (kept, -1)
+        return first, [record for _, record in found], max(0, max(written, last + 1) - first - len(found))
 
     with look_into(run_dir):
-        _, messages, _ = records(topics.TRAINER, TrainerMessage)
+        _, messages, unreadable_steps = records(topics.TRAINER, TrainerMessage)
         made = [m.step for m in messages if isinstance(m, SamplesProcessed | TrainingResumed)]
         steps_trained = max(made, default=0)
         ledgers = []
@@ -261,7 +262,8 @@ def read_present(run_dir: Path) -> Ledger:
                     unreadable_progress=unreadable_progress,
                 )
             )
-    return merge(ledgers)
+    merged = merge(ledgers)
+    return replace(merged, unreadable=merged.unreadable + unreadable_steps)
 
 
 def without_tokens(record: Any) -> Any:
