@@ -232,7 +232,7 @@ def read_present(run_dir: Path) -> Ledger:
     """Read the ledger of the present streams."""
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list, int]:
-        """Return the offset of the first record that was not deleted, the readable records, and the number of others."""
+        """Return the offset of the first record that was not deleted, the records, and the number of damaged ones."""
         spec, backend = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance), get_streams_backend()
         written = backend.stats(spec).next_offset
         with open_reader(spec, record_type, name=None, over_damage=True) as reader:
