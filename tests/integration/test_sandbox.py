@@ -176,6 +176,27 @@ print(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in childr
         assert outcomes == ["10\n"] * 5, mode
 
 
+async def test_threads_of_one_run_weigh_together_as_one(sandbox):
+    """Sixteen busy processes, in sessions of their own. With the niceness of each they have the share of one."""
+    code = """
+import os
+start = os.nice(0)
+if {busy}:
+    for _ in range(15):
+        if os.fork() == 0:
+            os.setsid()
+            while True: pass
+used = os.times().user
+while os.nice(0) == start and os.times().user < used + {seconds}: pass
+print(os.nice(0) > start)
+"""
+    alone = Sandbox(limits=replace(LIMITS, cpu_s=20, wall_s=120.0), mode=sandbox.mode, concurrency=1)
+    (bomb,) = await alone.run_python(code.format(busy=True, seconds=15), [""])
+    (single,) = await alone.run_python(code.format(busy=False, seconds=0.3), [""])
+    alone.close()
+    assert (bomb.stdout, single.stdout) == ("True\n", "False\n")
+
+
 @pytest.mark.parametrize("holder", ["socketpair", "page tables"])
 async def test_kernel_memory_counts_as_the_programs(holder, sandbox):
     """Eight processes hold 200 MB in sockets, or one 320 MB in page tables. A quarter of the limit is resident."""

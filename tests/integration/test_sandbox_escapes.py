@@ -158,6 +158,9 @@ attempt(socket.send_fds, a, [b"x"], [0])
 import mmap
 attempt(mmap.mmap, -1, 2**20)
 """,
+    "pages that a pipe keeps": "syscall(278, -1, 0, 0, 0); ctypes.get_errno() == 9 and escaped()",
+    "rules that the kernel keeps": "syscall(444, 0, 0, 1) >= 0 and escaped()",
+    "standard input as memory": "attempt(os.write, 0, b'x'); attempt(os.ftruncate, 0, 1 << 20)",
     "memory file": "attempt(os.memfd_create, 'x')",
     "secret memory": "syscall(447, 0) >= 0 and escaped()",
     "System V segment": "libc.shmget(0, 4096, 0o1666) >= 0 and escaped()",

@@ -105,6 +105,14 @@ class MemoryGroup:
         """Moves the calling process into the group."""
         write_setting(self._parent, f"{self._name}/cgroup.procs", "0")
 
+    def processes(self) -> list[int]:
+        """The processes in the group."""
+        descriptor = os.open(f"{self._name}/cgroup.procs", os.O_RDONLY, dir_fd=self._parent)
+        try:
+            return [int(pid) for pid in os.read(descriptor, 1 << 16).split()]
+        finally:
+            os.close(descriptor)
+
     def was_full(self) -> bool:
         """Whether the kernel has ended the run's processes because they held too much memory."""
         descriptor = os.open(f"{self._name}/memory.events", os.O_RDONLY, dir_fd=self._parent)

@@ -1,8 +1,9 @@
 """The filter of system calls (seccomp) that a program cannot leave.
 
 A denied call fails with EPERM. The filter denies sockets with an address, tracing, mounts, namespaces, memory that no
-limit counts, calls that name another process, locks and watches on files that programs share, and kernel interfaces for
-which a program has no use. What is left of sockets is ``socketpair`` with buffers of the kernel's size.
+limit counts (``vmsplice`` keeps two megabytes with every page that it gives to a pipe), calls that name another
+process, locks and watches on files that programs share, and kernel interfaces for which a program has no use. What is
+left of sockets is ``socketpair`` with buffers of the kernel's size.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ DENIED = {
     "swapon": (167, 224), "swapoff": (168, 225), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "unshare": (272, 97), "setns": (308, 268), "perf_event_open": (298, 241),
     "bpf": (321, 280), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "userfaultfd": (323, 282),
+    "vmsplice": (278, 75), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "kexec_load": (246, 104),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "pivot_root": (155, 41),
