@@ -8,6 +8,8 @@ warnings.
 import os
 import resource
 import shutil
+import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,6 +38,7 @@ from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
@@ -43,6 +46,11 @@ CHECKPOINT_BYTES_PER_PARAMETER = 14
 NEARLY_FULL = 0.95
 SPARE_BYTES = 256 * 2**20
 """For streams, logs and metrics."""
+
+LARGEST_SOCKET_PATH = 107
+"""Bytes of a unix socket's path on Linux (`sun_path`), without the zero at its end."""
+SOCKET_NAME_BYTES = len("/prl-01234567/") + len(str(uuid.UUID(int=0)))
+"""Of the run's folder below `TMPDIR`, and of a socket that vLLM makes in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,18 @@ def open_files(start: Start) -> list[str]:
         f"the hard limit on open files is {hard}: a rollout worker has at most {connections_of(hard)} requests under "
         f"way at once, not {most}; {cure}, or raise actor.rollout_workers"
     ]
+
+
+def temporary_folder(start: Start) -> list[str]:
+    """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names."""
+    folder = tempfile.gettempdir()
+    excess = len(os.fsencode(folder)) + SOCKET_NAME_BYTES - LARGEST_SOCKET_PATH
+    if excess > 0 and any(job.kind in SERVER_KINDS for job in start.world.on_node(start.node_rank)):
+        raise ConfigError(
+            f"TMPDIR is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the kernel "
+            f"takes; set it to a folder of at most {LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES} bytes, such as /tmp"
+        )
+    return []
 
 
 def settings_without_effect(start: Start) -> list[str]:
@@ -369,6 +389,7 @@ OF_THE_PLAN: tuple[StartCheck, ...] = (
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     devices,
     open_files,
+    temporary_folder,
     standalone_roles,
     options_of_servers,
     memory,

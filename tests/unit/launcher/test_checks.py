@@ -1,8 +1,11 @@
 """What a start refuses before anything is started: here the memory plan, on a machine whose GPUs are told."""
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
@@ -59,6 +62,22 @@ def test_limit_on_open_files_that_no_role_can_live_with_is_refused(monkeypatch: 
     monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (200, 200))
     with pytest.raises(ConfigError, match=says("open files", 200, 288, 768)):
         checks.open_files(start("actor.llm_max_rollouts=64"))
+
+
+@pytest.mark.parametrize(("length", "excess"), [(57, None), (58, 1), (90, 33)])
+def test_temporary_folder_is_as_long_as_the_servers_sockets_allow(
+    length: int, excess: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/prl-` and 8 letters, `/` and 36 of a UUID are 50 of 107 bytes. With more the engine dies."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
+    if excess is None:
+        assert checks.temporary_folder(start()) == []
+        return
+    with pytest.raises(ConfigError, match=says("TMPDIR", f"paths {excess} bytes longer", "at most 57 bytes")):
+        checks.temporary_folder(start())
+    without_servers = start()
+    alone = msgspec.structs.replace(without_servers.world, jobs=without_servers.world.get("finetune"))
+    assert checks.temporary_folder(replace(without_servers, world=alone)) == []
 
 
 @pytest.mark.parametrize(
