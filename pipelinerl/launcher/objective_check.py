@@ -30,6 +30,13 @@ NOT_TOKEN_LEVEL = (
     "change with finetune.head_chunk_tokens; remove the mark, or the dependence:"
 )
 
+NOT_BY_SEQUENCE = (
+    "the loss of a token depends on tokens of other sequences (or on chance), so that it would change with how a batch "
+    "is packed and with the number of ranks; take means over its sequence (tokens.sequence_mean), or a fixed number:"
+)
+SEQUENCES = (5, 4, 3)
+"""Tokens of the sequences for which a loss is computed at once and one at a time."""
+
 
 def check_objective(cfg: Config) -> None:
     """Try the functions. Raises ``ConfigError`` that names the key and the function's mistake."""
@@ -71,7 +78,7 @@ def try_loss(cfg: Config) -> None:
             raise ConfigError(f"the losses of ratios {ratios.tolist()} are {loss.losses_K.tolist()}")
         if count and not loss.losses_K.requires_grad:
             raise ConfigError("the losses have no gradient: compute them from logprobs_K, which is not a constant")
-        if count and is_token_level(find_loss(cfg.finetune.rl.policy_loss)):
+        if count:
             compare_with_one_at_a_time(settings_at(cfg, 0))
 
 
@@ -86,23 +93,28 @@ def _refuse_hidden_figures(policy_loss: str) -> None:
 
 
 def compare_with_one_at_a_time(settings: LossSettings) -> None:
-    """Compute a loss that is marked ``token_level`` for 12 tokens at once, then for each token alone.
+    """Compute a loss for the 12 tokens of three sequences at once, then for each sequence alone.
 
-    Losses, clipped tokens and gradients must agree. Else the loss of a token would depend on how many tokens the output
-    head takes at a time. Corrections by sequence are left out, because with them the head takes all tokens at once.
+    If it is marked ``token_level``, then for each token alone, without corrections by sequence, because with them the
+    head takes all tokens at once. Losses, clipped tokens and gradients must agree. Else the loss of a token would
+    depend on what its micro-batch holds besides, or on how many tokens the output head takes at a time.
 
     Raises:
         ConfigError: they do not agree.
     """
-    settings = replace(settings, sequence_tis=None, sequence_mis=None, veto=None)
+    lengths: tuple[int, ...] = SEQUENCES
+    unit, mistake = "sequence", NOT_BY_SEQUENCE
+    if is_token_level(find_loss(settings.policy_loss)):
+        lengths, unit, mistake = (1,) * sum(SEQUENCES), "token", NOT_TOKEN_LEVEL
+        settings = replace(settings, sequence_tis=None, sequence_mis=None, veto=None)
     ratios_K = torch.tensor([0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11])
     logprobs_K = -torch.linspace(0.1, 3.0, 12).square()
     inputs = TokenInputs(
         sampler_logprobs_K=logprobs_K - ratios_K.log(),
-        advantages_K=torch.tensor([1.3] * 5 + [-0.7] * 4 + [0.4] * 3),
+        advantages_K=torch.tensor([1.3, -0.7, 0.4]).repeat_interleave(torch.tensor(SEQUENCES)),
         weights_K=torch.linspace(0.2, 0.9, 12),
-        segments_K=torch.tensor([0] * 5 + [1] * 4 + [2] * 3),
-        num_segments=3,
+        segments_K=torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES)),
+        num_segments=len(SEQUENCES),
         proximal_logprobs_K=logprobs_K - ratios_K.flip(0).log() if settings.has_proximal else None,
         rewards_K=torch.linspace(-1.0, 1.0, 12),
         values_K=torch.linspace(0.5, -0.5, 12),
@@ -111,18 +123,19 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         teacher_logprobs_K=logprobs_K.flip(0),
     )
     together = _loss_columns(logprobs_K, inputs, settings)
+    rows = torch.arange(12).split(lengths)
     try:
-        alone = [_loss_columns(logprobs_K[k : k + 1], inputs[k : k + 1], settings) for k in range(12)]
+        alone = [_loss_columns(logprobs_K[row], inputs[row], settings) for row in rows]
     except Exception as error:  # the user's function
-        raise ConfigError(f"{NOT_TOKEN_LEVEL} for one token it fails with {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
     for name, all_K in together.items():
         each_K = torch.cat([columns[name] for columns in alone])
         different_K = ~torch.isclose(all_K, each_K, rtol=1e-4, atol=1e-6)
         if different_K.any():
             worst = int(different_K.float().argmax())
             raise ConfigError(
-                f"{NOT_TOKEN_LEVEL} the {name} of token {worst} of 12 is {all_K[worst]:.6g} when all are computed at "
-                f"once, and {each_K[worst]:.6g} when it is computed alone"
+                f"{mistake} the {name} of token {worst} of 12 is {all_K[worst]:.6g} when all are computed at once, and "
+                f"{each_K[worst]:.6g} when its {unit} is computed alone"
             )
 
 

@@ -138,8 +138,8 @@ SECRETLY_WHOLE = {
 }
 
 
-def write_marked(folder: Path, name: str, body: str) -> None:
-    code = "import torch\nfrom pipelinerl.finetune.rl import token_level\n\n@token_level\n"
+def write_marked(folder: Path, name: str, body: str, mark: str = "@token_level") -> None:
+    code = f"import torch\nfrom pipelinerl.finetune.rl import token_level\n\n{mark}\n"
     (folder / f"marked_{name}.py").write_text(f"{code}def marked(logprobs_K, tokens):\n    return {body}\n")
 
 
@@ -176,7 +176,41 @@ def test_loss_marked_token_level_that_is_passes(
         objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *proximal, *correction))
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "decoupled_ppo"])
+DEPENDS_ON_THE_PACK = ("mean", "normalised_advantages", "largest_weight", "neighbour", "mean_ratio", "deviation")
+
+
+@pytest.mark.parametrize("case", DEPENDS_ON_THE_PACK)
+def test_loss_without_a_mark_that_depends_on_other_sequences_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Its gradient would change with the packing and the number of ranks, and nothing would say so."""
+    write_marked(tmp_path, f"{case}_whole", SECRETLY_WHOLE[case], mark="")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for correction in ((), ("finetune.rl.veto=1e-4",), ("finetune.rl.sequence_tis=2",)):
+        cfg = config(f"finetune.rl.policy_loss=marked_{case}_whole.marked", *correction)
+        with pytest.raises(ConfigError, match=r"depends on tokens of other sequences.*packed.*of token \d+ of 12"):
+            objective_check.check_objective(cfg)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "-tokens.weight_K * tokens.advantages_K * tokens.sequence_mean(logprobs_K)",
+        "-tokens.mask_K * tokens.advantages_K * tokens.sequence_mean(tokens.ratio(logprobs_K))",
+        "-tokens.weight_K * (tokens.advantages_K - tokens.sequence_mean(tokens.advantages_K) + 1) * logprobs_K",
+    ],
+)
+def test_loss_without_a_mark_that_stays_in_its_sequence_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    name = f"within_{abs(hash(body))}"
+    write_marked(tmp_path, name, body, mark="")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for correction in ((), ("finetune.rl.sequence_mis=2",), ("finetune.rl.veto=1e-4",)):
+        objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *correction))
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "decoupled_ppo", "gspo"])
 def test_builtin_losses_keep_their_mark(loss: str) -> None:
     objective_check.compare_with_one_at_a_time(LossSettings(policy_loss=loss))
 
