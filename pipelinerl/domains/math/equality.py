@@ -251,7 +251,9 @@ def chain_meaning(chain: Chain, reference: Value | None) -> Value:
         assert chain.sides[0] is not None, "a side without relation is parsed"
         return chain.sides[0]
     if chain.relations == ("in",):
-        if chain.sides[1] is None or not (isinstance(chain.sides[0], Sym) or 0 in chain.labels):
+        element = chain.sides[0]
+        names_only = isinstance(element, Brackets) and all(isinstance(item, Sym) for item in element.items)
+        if chain.sides[1] is None or not (isinstance(element, Sym) or names_only or 0 in chain.labels):
             raise Refusal("a statement")
         return _as_set(chain.sides[1])
     if set(chain.relations) <= {"=", "~"}:
@@ -329,12 +331,22 @@ def _inequality(chain: Chain) -> Value:
             raise Refusal("a relation of names")
         region = _half_line(left, relation, right)
         if region is None:
-            if len(chain.relations) > 1 or relation in ("!=", "~", "in"):
-                raise Refusal("a statement")
-            small, large = (left, right) if relation[0] == "<" else (right, left)
-            return Inequality(small, large, relation.endswith("="))
+            return _ordered(chain)
         regions.append(region)
     return functools.reduce(intersection, regions)
+
+
+def _ordered(chain: Chain) -> Value:
+    """``a < b`` or ``a < b < c``, of which no side is a number that the others are compared with."""
+    if not set(chain.relations) <= {"<", "<=", ">", ">="}:
+        raise Refusal("a statement")
+    pairs: list[Value] = []
+    for (left, right), relation in zip(itertools.pairwise(chain.sides), chain.relations, strict=True):
+        if left is None or right is None:
+            raise Refusal("a relation of names")
+        small, large = (left, right) if relation[0] == "<" else (right, left)
+        pairs.append(Inequality(small, large, relation.endswith("=")))
+    return pairs[0] if len(pairs) == 1 else Listing(tuple(pairs))
 
 
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
@@ -517,6 +529,9 @@ def _equal_equations(answer: Value, reference: Equation, rules: Rules) -> bool:
             and equal(answer, _as_set(reference.right), rules)
         )
     solved = reference.named and isinstance(reference.left, Sym) and not symbols(reference.right)
+    if reference.named and answer.named and isinstance(reference.left, Op) and isinstance(answer.left, Op):
+        same_name = not symbols(reference.right) or equal(answer.left, reference.left, STATED)  # not `f(2x)` for `f(x)`
+        return same_name and equal(answer.right, reference.right, rules)
     if answer.left is not None and reference.left is not None and not solved:
         difference, other = (
             Op("+", (e.left, Op("neg", (e.right,)))) for e in (answer, reference) if e.left is not None

@@ -183,6 +183,7 @@ NUMBER = re.compile(
 TAKES_ARGUMENT = _words("^ _ frac dfrac tfrac cfrac sqrt binom dbinom tbinom")
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
 NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*([a-z]+)\s*\}")
+RATIO = re.compile(r"\s*(\d+)\s+(to|in|out of)\s+(\d+)\s*")
 TIME = re.compile(r"\s*(\d{1,2}(?::\d\d)?)\s*([ap]\.?m\.?)\s*", re.I)
 CHOICE = re.compile(r"\s*(?P<word>(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-H])(?P<mark>[).:]*)\s*")
 CHOICES = re.compile(r"[\s(]*[A-Z][\s)]*(?:(?:,|and|or|&)+[\s(]*[A-Z][\s)]*)+")
@@ -197,6 +198,7 @@ OTHER_NAMES = {
     "th": "tanh",
 }  # fmt: skip
 """What functions are called elsewhere."""
+DOTS = ("ldots", "dots", "cdots")
 UNDONE = _words(
     """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
     nabla"""
@@ -219,6 +221,8 @@ QUALIFIERS = _words(
     where when xor of no any some other both to from wrong incorrect false plus minus times twice double"""
 )
 """Words that make a statement about a number instead of naming it."""
+RATIO_WORDS = ("to", "in", "out of")
+FOR_ALL = ("for all", "for any", "for every", "for each", "for all real", "for every real", "for all real numbers")
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words behind a number that are part of it."""
 NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d)(\s+[A-Za-z][A-Za-z ]*)")
@@ -239,6 +243,7 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
         return Statement((Chain((known,)),))
     reader = Parser(tokens, bare_units)
     answer = reader.answer(frozenset())
+    reader.skip_for_all()
     if reader.next is not None:
         raise NotParsedError(f"{reader.next.text!r} is not expected")
     return answer
@@ -358,7 +363,7 @@ def _vulgar(character: str) -> str:
 
 
 def tokenize(text: str) -> list[Token]:
-    text = _plain_characters(text)
+    text = re.sub(r"(?<![\d.])\.\.\.", r"\\ldots ", _plain_characters(text))
     text = SPACE.sub(" ", NO_MEANING.sub(lambda m: "-" if "minus" in m[0] else " ", text)).strip()
     text = re.sub(r"\{([-+:=<>])\}", r"\1", text)
     text = re.sub(r"\\operatorname\*", r"\\operatorname", re.sub(r"(?<=\w|\}|\))\.$", "", text))
@@ -391,6 +396,8 @@ def _next_token(text: str, position: int, depth: int, gap: bool, is_argument: bo
         content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
         if not content.strip():
             return [], end + 1
+        if ratio := RATIO.fullmatch(content):
+            return [*tokenize(ratio[1]), Token("text", ratio[2]), *tokenize(ratio[3])], end + 1
         if time := TIME.fullmatch(content):
             return [*tokenize(time[1]), Token("text", time[2])], end + 1
         if CHOICES.fullmatch(content):
@@ -567,12 +574,21 @@ class Parser:
             raise NotParsedError("a name without a value")
         return Chain(tuple(sides), tuple(relations), frozenset(labels))
 
+    def skip_for_all(self) -> None:
+        """Skips ``\\text{ for all } x \\in \\mathbb{R}`` at the end: nothing may follow but a letter and its set."""
+        token = self.next
+        if token is None or token.kind != "text" or token.text.strip(" ,.").lower() not in FOR_ALL:
+            return
+        rest = self._tokens[self._position + 1 :]
+        if all(token.kind == "letter" or token.text in ("in", "mathbb", "{", "}") for token in rest):
+            self._position = len(self._tokens)
+
     def _at_end_of_side(self, ends: frozenset[str]) -> bool:
         token = self.next
         if token is None or (token.kind in ("sym", "cmd") and token.text in RELATIONS):
             return True
         if token.kind == "text":
-            return token.text.strip(" ,.").lower() in ("or", "and", "")
+            return token.text.strip(" ,.").lower() in ("or", "and", "", *FOR_ALL)
         return token.text in ends or token.text in (",", ";") or token.text in CONNECTIVES
 
     def skip_label(self) -> None:
@@ -643,11 +659,18 @@ class Parser:
         return _clock(items) or (left if len(items) == 1 else Ratio(tuple(items)))
 
     def _ratio_follows(self) -> bool:
-        token = self.next
-        if token is not None and token.kind == "text" and token.text.strip() == "to":
+        if self._sees_ratio_word():
             self._position += 1
             return True
         return self.accept(":") is not None
+
+    def _sees_ratio_word(self) -> bool:
+        """``2 to 3``, ``1 in 4``: `in` may be inches, too."""
+        token, following = self.next, self.peek(1)
+        if token is None or token.kind != "text":
+            return False
+        word = token.text.strip()
+        return word == "to" or (word in RATIO_WORDS and following is not None and following.kind == "num")
 
     def sum(self) -> Tree:
         self._depth += 1
@@ -700,7 +723,8 @@ class Parser:
         if token is None:
             return False
         if token.kind == "text":
-            return token.text.strip(" ,.").lower() not in ("or", "and", "to", "")
+            ends = token.text.strip(" ,.").lower() in ("or", "and", "to", "", *FOR_ALL)
+            return not ends and not self._sees_ratio_word()
         if token.kind in ("num", "letter"):
             return True
         if token.kind == "sym":
@@ -824,9 +848,21 @@ class Parser:
             return Sym(self.source(start))
         if (column := self._transposed(base)) is not None:
             return column
+        if base == REAL_LINE and (sign := self._sign()) is not None:
+            zero, infinity = Num(Fraction(0)), Sym("infty")
+            return Brackets("(", ")", (zero, infinity) if sign == "+" else (Op("neg", (infinity,)), zero))
         if isinstance(base, Matrix | Brackets | FiniteSet | Join):
             raise NotParsedError("a power of what is no number")
         return Op("^", (base, self.argument(whole_number=True)))
+
+    def _sign(self) -> str | None:
+        """The sign in ``\\mathbb{R}^+`` and ``\\mathbb{R}^{-}``."""
+        end = self._behind_argument(self._position)
+        sign = "".join(token.text for token in self._tokens[self._position : end]).strip("{}")
+        if sign not in ("+", "-"):
+            return None
+        self._position = end
+        return sign
 
     def _transposed(self, base: Tree) -> Matrix | None:
         """The column that ``(1, 2)^T`` or a row with ``^T`` writes. None for anything else: a matrix is left undone."""
@@ -1007,6 +1043,8 @@ class Parser:
             return self._matrix()
         if name in ("pi", "infty"):
             return Sym(name)
+        if name in DOTS and self._stands_alone(start):
+            return Sym("\\ldots")
         if name in ("emptyset", "varnothing"):
             return FiniteSet(())
         if name == "mathbb":
@@ -1025,6 +1063,13 @@ class Parser:
                 raise NotParsedError(f"\\{name} over digits")
             return Sym(self.source(start))
         raise NotParsedError(f"\\{name} is not expected")
+
+    def _stands_alone(self, at: int) -> bool:
+        """Whether the token is an item of a list."""
+        before, following = self._tokens[at - 1] if at else None, self.next
+        return (before is not None and before.text in (",", ";")) and (
+            following is None or following.text in (",", ";", "\\}", ")", "]")
+        )
 
     def _greek_unit(self, name: str) -> UnitWords | None:
         """``\\Omega`` and ``\\mu\\text{m}`` behind a number."""
