@@ -86,6 +86,8 @@ class Host:
     run_dir: Path
     environment: Mapping[str, str]
     mark: RunMark
+    used: set[str] = field(default_factory=set)
+    """Paths of shared memory that the run's processes had mapped when one of its roles ended."""
 
     def start(self, command: RoleCommand) -> subprocess.Popen[bytes]:
         """Delete the status of the role's last process and start the role. Call from the main thread only."""
@@ -101,7 +103,12 @@ class Host:
         return reaper.marked_processes(self.mark.run)
 
     def sweep(self, name: str, grace_s: float) -> None:
-        """End all remaining processes of a role: SIGTERM, then SIGKILL after `grace_s`."""
+        """End all remaining processes of a role: SIGTERM, then SIGKILL after `grace_s`.
+
+        What other roles still have mapped stays until the run ends: a trainer that was killed does not remove the
+        segments through which its servers get weights (CUDA IPC), and they unmap them at their next update.
+        """
+        self.used.update(reaper.shared_memory_of(self.all_processes()))
         reaper.sweep(self.mark.role(name), grace_s)
 
     def sweep_all(self, grace_s: float, segments: Iterable[str]) -> None:
@@ -109,7 +116,7 @@ class Host:
 
         `segments` are paths of shared memory that processes which have already ended used.
         """
-        reaper.sweep(self.mark.run, grace_s, segments)
+        reaper.sweep(self.mark.run, grace_s, {*segments, *self.used})
 
 
 @contextlib.contextmanager

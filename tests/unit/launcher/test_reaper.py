@@ -17,7 +17,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import reaper, run_dir
-from pipelinerl.launcher.processes import Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
+from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
@@ -30,8 +30,8 @@ FORKING = (
 )
 
 
-def start(code: str, mark: RunMark | None) -> subprocess.Popen[str]:
-    environment = {**os.environ, **(mark.variables("job_0") if mark else {})}
+def start(code: str, mark: RunMark | None, job: str = "job_0") -> subprocess.Popen[str]:
+    environment = {**os.environ, **(mark.variables(job) if mark else {})}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     if "ready" in code:
         assert process.stdout is not None
@@ -116,6 +116,22 @@ def test_segment_that_another_role_goes_on_using_stays() -> None:
     assert not os.path.exists(path), "nobody uses it any more"
 
 
+def test_segment_of_a_killed_trainer_that_its_server_unmaps_is_gone_at_the_end(tmp_path: Path) -> None:
+    """Nobody has it mapped when the run ends, and the trainer, which would have removed it, was killed."""
+    path, mark = f"/dev/shm/pipelinerl-test-{os.getpid()}", RunMark()
+    host = Host(run_dir=tmp_path, environment={}, mark=mark)
+    Path(path).write_bytes(bytes(64))
+    trainer, server = (start(MAPPING.format(path=path), mark, job) for job in ("finetune_0", "actor_llm_0"))
+    trainer.kill()
+    close(trainer)
+    host.sweep("finetune_0", grace_s=0)
+    assert os.path.exists(path), "the server uses it"
+    server.kill()
+    close(server)
+    host.sweep_all(grace_s=0, segments=())
+    assert not os.path.exists(path)
+
+
 @pytest.mark.parametrize(("away", "is_held"), [(0, True), (1, False)])
 def test_segment_of_another_device_with_the_same_inode_is_another_one(
     monkeypatch: pytest.MonkeyPatch, away: int, is_held: bool
@@ -186,7 +202,7 @@ def test_run_folder_of_a_killed_launcher_is_free_when_its_reaper_is_done(tmp_pat
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from pipelinerl.launcher.processes import Reaper, RunMark
+from pipelinerl.launcher.processes import Host, Reaper, RunMark
 from pipelinerl.launcher import run_dir
 path = Path({str(tmp_path)!r})
 lock = open(path / "lock", "a+")
