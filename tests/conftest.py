@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -91,16 +92,24 @@ def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def _maker(name: str) -> int | None:
+    """The process for which CUDA (`cuda.shm.UID.PID.N`, in hex) or torch (`torch_PID_…`) made shared memory."""
+    if match := re.match(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.", name):
+        return int(match[1], 16)
+    return int(match[1]) if (match := re.match(r"torch_(\d+)_", name)) else None
+
+
 def _is_left(name: str) -> bool:
     """Whether a name in /dev/shm that appeared during a test is its leak.
 
-    Not what CUDA and torch keep until this process ends, and not one that only a process which is not ours has mapped.
-    Nor the name of a semaphore that nobody has mapped any more: Python leaves it when a test SIGKILLs a process, here
-    or in another session on this machine. The launcher's own tests hold it to remove even these.
+    Not what CUDA and torch keep until this process ends, and not what another run on this machine has: segments that
+    only others have mapped, or that CUDA or torch made for another process that lives. Nor the name of a semaphore that
+    nobody has mapped any more: Python leaves it when a test SIGKILLs a process, here or in another session on this
+    machine. The launcher's own tests hold it to remove even these.
     """
-    if name.startswith(f"torch_{os.getpid()}_") or (name.startswith("cuda.shm.") and f".{os.getpid():x}." in name):
+    ours, maker = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}, _maker(name)
+    if maker == os.getpid() or (maker is not None and maker not in ours and psutil.pid_exists(maker)):
         return False
-    ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
     return _is_mapped(name, ours) or (not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids()))
 
 

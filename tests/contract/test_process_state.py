@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 import types
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from pipelinerl.finetune import attention
 from pipelinerl.streams import api as streams
 from pipelinerl.streams import set_streams_backend
-from tests import process_state
+from tests import conftest, process_state
 
 REGISTER: dict[str, int] = {}
 COLOR = "red"
@@ -116,3 +117,17 @@ def test_effects_of_a_librarys_first_import_are_undone_after_its_file(monkeypatc
     del sys.modules["prl_library"]
     assert "PRL_ADDED" not in os.environ
     assert process_state.differences(before, process_state.process_state()) == []
+
+
+def test_shared_memory_that_cuda_made_for_another_living_process_is_no_leak() -> None:
+    """CUDA keeps no mapping of it, so nobody seems to use it. What it made for a process of ours that died is a leak."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    paths = [Path(f"/dev/shm/cuda.shm.0.{maker:x}.99") for maker in (os.getppid(), child.pid)]
+    try:
+        for path in paths:
+            path.write_bytes(b"x")
+        assert [conftest._is_left(path.name) for path in paths] == [False, True]
+    finally:
+        for path in paths:
+            path.unlink()

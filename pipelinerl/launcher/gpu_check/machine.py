@@ -20,6 +20,8 @@ LIBRARIES = ("torch", "vllm", "transformers")
 """What this package imports from them is looked up."""
 EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "triton", "deepspeed")
 """Compiled parts, or packages that compile."""
+GPU_BUCKET_MB = 128
+"""That of `conf/base.yaml`. The quickstart has a smaller one for two CPU cores."""
 REAL_SHAPE = PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"]
 TINY_SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=2, kv_heads=1, head_dim=32, vocab=1024, tied=True)
 
@@ -60,7 +62,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return (
             *("world.accelerator=cuda", "world.gpus_per_node=1", "world.share_devices=true", "weights.backend=ipc"),
             *("finetune.dtype=bfloat16", "vllm_config.vllm_kwargs.dtype=bfloat16"),
-            *("vllm_config.vllm_kwargs.gpu-memory-utilization=0.3", *self.overrides),
+            *("vllm_config.vllm_kwargs.gpu-memory-utilization=0.3", f"weights.bucket_mb={GPU_BUCKET_MB}"),
+            *self.overrides,
         )
 
 
