@@ -120,7 +120,7 @@ def test_effects_of_a_librarys_first_import_are_undone_after_its_file(monkeypatc
 
 
 def test_shared_memory_that_cuda_made_for_another_living_process_is_no_leak() -> None:
-    """CUDA keeps no mapping of it, so nobody seems to use it. What it made for a process of ours that died is a leak."""
+    """CUDA keeps no mapping, so nobody seems to use it. What it made for a process of ours that died is a leak."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     paths = [Path(f"/dev/shm/cuda.shm.0.{maker:x}.99") for maker in (os.getppid(), child.pid)]
