@@ -1,7 +1,8 @@
 """Carries a group's requests to one server, joins equal requests, and repeats failed ones on another server.
 
 The time of a request starts when it gets one of the worker's connections, and again whenever its answer has grown.
-Equal requests that a group makes at the same time are sent as one request with ``n`` completions.
+Equal requests that a group makes at the same time are sent as one request with ``n`` completions. A request for which
+no rollout waits any more is given up, so that its server samples for others.
 """
 
 import asyncio
@@ -247,6 +248,13 @@ class _Bucket:
     waiters: list[asyncio.Future[CallTokens]] = field(default_factory=list)
     growth: Growth = field(default_factory=Growth)
     timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[None] | None = None
+    """Sends them and waits for the answer. None: not sent yet."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a rollout still waits. One that gave up, or whose time is over, does not."""
+        return not all(waiter.done() for waiter in self.waiters)
 
 
 class GroupTransport:
@@ -296,6 +304,8 @@ class GroupTransport:
             tokens = await waiter
         finally:
             awaited.remove(bucket.growth)
+            if bucket.task is not None and not bucket.is_awaited:
+                bucket.task.cancel()  # without effect on one that has answered
         spans.record("llm call", llm.state.name, began, tokens=len(tokens.completion_ids))
         self._lengths.setdefault(key, []).append(len(tokens.completion_ids))
         return tokens
@@ -335,9 +345,12 @@ class GroupTransport:
             return
         if bucket.timer:
             bucket.timer.cancel()
-        task = asyncio.get_running_loop().create_task(self._deliver(bucket))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        if not bucket.is_awaited:
+            return
+        bucket.waiters = [waiter for waiter in bucket.waiters if not waiter.done()]
+        bucket.task = asyncio.get_running_loop().create_task(self._deliver(bucket))
+        self._sending.add(bucket.task)
+        bucket.task.add_done_callback(self._sending.discard)
 
     async def _deliver(self, bucket: _Bucket) -> None:
         try:

@@ -339,6 +339,37 @@ async def test_attempt_that_has_ended_is_no_load_of_its_server(run: Run, server:
     assert loads == [1]
 
 
+@pytest.mark.parametrize(("text", "sent", "left"), [("?", [4], [1, 1, 1, 0]), (None, [1, 1, 1, 1], [3, 2, 1, 0])])
+async def test_request_is_given_up_when_nobody_waits_for_it_any_more(
+    run: Run, server: FakeServer, text: str | None, sent: list[int], left: list[int]
+) -> None:
+    """A domain bounds its calls. What it gave up was sampled to its end, or until the whole group had ended."""
+    under_way: list[int] = []
+    gave_up = [asyncio.Event() for _ in range(4)]
+    server.hold.clear()
+
+    async def impatient(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        number = int(llm.state.name[-1])
+        call = asyncio.create_task(ask(llm, session, text or str(number)))
+        while len(server.requests) < len(sent):  # noqa: ASYNC110 — the server tells nobody
+            await asyncio.sleep(0)
+        if number:
+            await gave_up[number - 1].wait()
+        call.cancel()
+        for _ in range(100):  # turns of the loop in which the request may end
+            await asyncio.sleep(0)
+        under_way.append(len(llm.state.transport._route.server.requests))
+        gave_up[number].set()
+        await gave_up[-1].wait()
+        server.hold.set()
+        return await ask(llm, session, "again")
+
+    finished = await run(impatient, server)
+    assert len(finished.rollouts) == 4
+    assert [request["sampling_params"].get("n", 1) for request in server.requests][: len(sent)] == sent
+    assert under_way == left
+
+
 async def test_request_deadline_is_a_transport_failure_that_is_repeated(run: Run, server: FakeServer) -> None:
     server.hold.clear()
     finished = await run(plain, server, attempts=1, request_timeout_s=0.1, max_request_retries=1)
