@@ -100,7 +100,10 @@ def test_bfloat16_with_24_layers_trains_20_steps_and_no_server_is_expelled(tmp_p
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("longest", "attempts"), [(4000, 32), (8000, 8)])
 def test_first_data_may_come_later_than_a_role_may_start(tmp_path: Path, longest: int, attempts: int):
-    """One group of long answers of 24 layers. Trainer and preprocessor are ready and wait, which is no fault."""
+    """One group of long answers of 24 layers. Trainer and preprocessor are ready and wait, which is no fault.
+
+    The server samples an eighth of the group at a time, so that a fast machine needs longer than a role may start, too.
+    """
     folder, length = tmp_path / "run", longest + 96
     lengths = (
         f"attempts={attempts}",
@@ -109,6 +112,7 @@ def test_first_data_may_come_later_than_a_role_may_start(tmp_path: Path, longest
         f"vllm_config.vllm_kwargs.max_model_len={length}",
         f"finetune.seq_length={length}",
         f"++tiny_model.params.positions={length}",
+        f"vllm_config.vllm_kwargs.max-num-seqs={attempts // 8}",
     )
     summary = run_experiment("long_tiny", folder, *SHORT[1:], *BFLOAT16[1:], *LATE, *lengths, timeout_s=1780)
     assert summary["optimizer_steps"] == 1
