@@ -1,13 +1,10 @@
 """Functions that domains written for PipelineRL import to judge countdown answers in ``\\boxed{}``."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.math.judge import last_boxed
-
-THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def extract_solution(solution_str: str) -> str | None:
@@ -17,8 +14,8 @@ def extract_solution(solution_str: str) -> str | None:
 
 def validate_format(solution_str: str) -> bool:
     """Whether the output contains ``<think>…</think>`` with text in it."""
-    thought = THOUGHT.search(solution_str)
-    return thought is not None and bool(thought[1].strip())
+    thought, is_closed, _ = solution_str.partition("<think>")[2].partition("</think>")
+    return bool(is_closed and thought.strip())
 
 
 def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bool:

@@ -14,8 +14,8 @@ from pipelinerl.errors import DomainError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RL_TOOL = "rl_tool"
-LISTED = re.compile(r"<tool_calls>\s*(.*?)\s*(?:</tool_calls>|\Z)", re.DOTALL | re.IGNORECASE)
-FINAL = re.compile(r"\[BEGIN FINAL RESPONSE\](.*?)\[END FINAL RESPONSE\]", re.DOTALL)
+LISTED = re.compile(r"<tool_calls>(.*?)(?:</tool_calls>|\Z)", re.DOTALL | re.IGNORECASE)
+FINAL = ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def read_hermes(text: str) -> ReadText:
         try:
             call = json.loads(piece.split(CLOSE)[0])
             calls.append((call["name"], call.get("arguments", {})))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return ReadText(text, [])
     return ReadText(text[: text.index(OPEN)].strip(), calls) if calls else ReadText(text, [])
 
@@ -82,17 +82,17 @@ def read_rl_tool(text: str) -> ReadText:
 
     Of a text with a final response between its marks, that is the content.
     """
-    marked = FINAL.search(text)
-    final = marked[1].strip() if marked else None
+    marked, is_closed, _ = text.partition(FINAL[0])[2].partition(FINAL[1])
+    final = marked.strip() if is_closed else None
     listed = LISTED.findall(text)
     if listed:
-        return ReadText(final or "", calls_in(listed[-1]) or [])
+        return ReadText(final or "", calls_in(listed[-1].strip()) or [])
     for candidate in (final, text.strip()):
         if candidate and (calls := calls_in(candidate)):
             return ReadText(final or "", calls)
     found = read_hermes(final if final and OPEN in final else text)
     if found.calls:
-        return ReadText("" if marked else found.content, found.calls)
+        return ReadText("" if is_closed else found.content, found.calls)
     return ReadText(text if final is None else final, [])
 
 
@@ -100,7 +100,7 @@ def calls_in(text: str) -> list[tuple[str, Any]]:
     """The calls of a JSON object or list. Empty if the text is no JSON, or an entry is no call."""
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     entries = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(entry, dict) and "name" in entry and "arguments" in entry for entry in entries):
@@ -157,5 +157,5 @@ def parsed_arguments(arguments: Any) -> Any:
     """Decodes the arguments from JSON. Returns them unchanged if they are not valid JSON."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

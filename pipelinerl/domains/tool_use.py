@@ -18,6 +18,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.answer_tag import last_answer
 from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
@@ -136,7 +137,7 @@ async def run_program(code: str, runner: ProgramRunner) -> str:
 required_problem_keys = ("task", "answer")
 
 SYSTEM_PROMPT = "Use the tools where they help. When you know the answer, give it as <answer>number</answer>."
-ANSWER = re.compile(r"<answer>\s*(.{1,100}?)\s*</answer>", re.DOTALL)
+MAX_ANSWER_CHARS = 100
 NUMBER = re.compile(r"[-+]?[0-9]{1,50}(?:\.[0-9]{1,50}|/[0-9]{1,50})?", re.ASCII)
 DEFAULT_MAX_TURNS = 6
 
@@ -149,12 +150,12 @@ class ToolUseMetrics(BaseMetrics):
 
 def judge(text: str, answer: str) -> Verdict:
     """Judges the last answer. A numeric reference is compared exactly, any other as text without regard to case."""
-    found = ANSWER.findall(text)
-    if not found:
+    found = (last_answer(text) or "").strip()
+    if not 0 < len(found) <= MAX_ANSWER_CHARS:
         return no_answer()
-    given, expected = as_number(found[-1]), as_number(answer)
+    given, expected = as_number(found), as_number(answer)
     if expected is None:
-        return correct() if found[-1].casefold() == answer.strip().casefold() else wrong()
+        return correct() if found.casefold() == answer.strip().casefold() else wrong()
     if given is None:
         return unparsable("not a number")
     return correct() if given == expected else wrong()

@@ -13,7 +13,7 @@ from pipelinerl.domains.sandbox import Outcome, ProgramRunner
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict, correct, no_answer
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+$", re.MULTILINE)
 LANGUAGES = ("", "python", "python3", "py")
 MAX_CODE_CHARS = 100_000
 TOLERANCE = 1e-6

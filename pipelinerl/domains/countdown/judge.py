@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipelinerl.domains.answer_tag import CLOSING, OPENING, last_answer
 from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
 
 MAX_LENGTH = 400
@@ -137,17 +138,6 @@ def quotient(top: Fraction, bottom: Fraction) -> Fraction:
     if bottom == 0:
         raise ExpressionError("division by zero")
     return top / bottom
-
-
-OPENING, CLOSING = "<answer>", "</answer>"
-
-
-def last_answer(prediction: str) -> str | None:
-    """Returns what the last ``<answer>…</answer>`` of an output holds, in one pass over it."""
-    start = prediction.rfind(OPENING, 0, max(prediction.rfind(CLOSING), 0))
-    if start < 0:
-        return None
-    return prediction[start + len(OPENING) : prediction.index(CLOSING, start)]
 
 
 def part_to_judge(prediction: str) -> str:

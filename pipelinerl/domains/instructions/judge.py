@@ -20,7 +20,7 @@ def words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    return [part for part in re.split(r"[.!?]+(?:\s|$)", text) if part.strip()]
+    return [part for part in re.split(r"(?<![.!?])[.!?]+(?:\s|$)", text) if part.strip()]
 
 
 def paragraphs(text: str) -> list[str]:
@@ -85,6 +85,13 @@ def no_commas(text: str) -> bool:
     return "," not in text
 
 
+def without_fence(text: str) -> str:
+    """What stands between the two lines of a Markdown fence, which may be marked as JSON. Else the text."""
+    first, _, rest = text.strip().partition("\n")
+    body, _, last = rest.rpartition("\n")
+    return body if first.strip() in ("```", "```json") and last.strip() == "```" else text
+
+
 def is_json(text: str, type: str | None = None, keys: list[str] | None = None) -> bool:
     """Whether the whole answer is JSON. A Markdown fence around it is allowed.
 
@@ -93,8 +100,7 @@ def is_json(text: str, type: str | None = None, keys: list[str] | None = None) -
         type: "object", "array", or None for any.
         keys: keys that the object must have.
     """
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
-    body = fenced[1] if fenced else text
+    body = without_fence(text)
     if len(body) > MAX_JSON_CHARS:
         return False
     try:

@@ -37,7 +37,6 @@ from pipelinerl.domains.math.latex import (
 from pipelinerl.domains.math.units import Measure
 from pipelinerl.domains.math.values import (
     DIGITS,
-    MAX_POWER_DIGITS,
     NoValueError,
     TooLargeError,
     decimal_span,
@@ -52,6 +51,8 @@ TOLERANCE = mpmath.mpf(10) ** -30
 MIN_DIGITS = 6
 """A decimal with as many digits or more, behind the point and in all, stands for the value that it rounds."""
 MIN_POINTS = 3
+MAX_SPAN = 1500
+"""Decimal places between the numbers of an answer, beyond which it is compared only if it is rational."""
 
 
 class Refusal(ValueError):
@@ -852,7 +853,7 @@ def _near_with_more_digits(answer: Tree, reference: Tree, names: list[str], numb
     real = _is_real(answer, reference)
     at = _values_at(number, names)
     span = max(decimal_span(tree, at, real=real, log_base=base) for tree in (answer, reference))
-    if span > MAX_POWER_DIGITS // 3:
+    if span > MAX_SPAN:
         raise TooLargeError("numbers that are too far apart to be compared")
     with mpmath.workdps(DIGITS + 3 * span):
         at = _values_at(number, names)

@@ -142,7 +142,8 @@ def test_judge_layout_of_a_box_has_no_meaning(output: str) -> None:
 
 
 def test_judge_numbers_that_differ_by_less_than_can_be_compared_are_not_the_same() -> None:
-    assert status(r"1 + e^{-10^4}", "1") == "wrong"
+    assert status(r"1 + e^{-10^3}", "1") == "wrong"
+    assert status(r"1 + e^{-10^4}", "1") == "unparsable"
     assert status(r"\tanh(10^{9})", "1") == "unparsable"
 
 
