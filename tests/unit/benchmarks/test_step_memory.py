@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from benchmarks.step_memory_rank import Allocations, peaks_of
+from benchmarks.step_memory_rank import Allocations, DeviceAllocations, peaks_of
 
 SPANS = {"first": (0, 9), "second": (10, 20)}
 
@@ -34,3 +34,17 @@ def test_tensor_that_another_thread_has_made_is_counted_once() -> None:
         with allocations.phase("step"):
             torch.zeros(100_000)
     assert allocations.peaks()["step"] == pytest.approx(4 * 600_000, abs=1000)
+
+
+def test_peak_of_a_device_has_no_workspaces_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are part of the plan's runtime, and as large as all tensors of a small model."""
+    held = {"tensors": 100, "workspaces": 64}
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 300 + 64)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(held.values()))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: held.update(workspaces=0), raising=False)
+    allocations = DeviceAllocations()
+    with allocations.phase("step"):
+        pass
+    assert allocations.peaks() == {"step": 300}
