@@ -21,7 +21,7 @@ from typing import IO, Any
 import psutil
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import load_run_dictconfig, to_container
+from pipelinerl.config.load import load_old_run, load_run_dictconfig, parse_container, to_container
 from pipelinerl.config.origin import absolute, copy_of, origin_document
 from pipelinerl.config.paths import (
     CHECKPOINTS,
@@ -38,12 +38,14 @@ from pipelinerl.config.paths import (
     TIMELINE_FILE,
 )
 from pipelinerl.config.resume import differing_keys
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines, length_of
 from pipelinerl.membership.stores import FOLDER
+from pipelinerl.plan.model_shape import find_longrope_limit
 from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
 from pipelinerl.world import WorldMap
 from pipelinerl.world.disk import make_folder, replace_file
@@ -257,6 +259,21 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`output_dir` is {str(path)!r}: it holds another experiment ({shown}{more}); use the same settings to "
             "resume it, another folder, or force_restart=true to delete it and start over"
+        )
+    check_same_rope(path, container)
+
+
+def check_same_rope(path: Path, container: Mapping[str, Any]) -> None:
+    """Refuse to go on with other factors of longrope, with which the same weights are another policy."""
+    limit = find_longrope_limit(container["model_path"])
+    if limit is None:
+        return
+    before, now = max_model_len(load_old_run(path)), max_model_len(parse_container(dict(container)))
+    if before is not None and now is not None and (before > limit) != (now > limit):
+        raise ConfigError(
+            f"`vllm_config.vllm_kwargs.max_model_len` was {before} and is {now}: the model's "
+            f"original_max_position_embeddings, {limit}, is between them, so the policy would go on with other factors "
+            "of longrope than it was trained with; keep it on its side, or begin a new run"
         )
 
 

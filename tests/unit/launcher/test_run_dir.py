@@ -1,5 +1,6 @@
 """Whose run folder it is, what may change in it, and what is deleted."""
 
+import json
 import stat
 from pathlib import Path
 
@@ -86,6 +87,26 @@ def test_claim_another_experiment_is_refused_with_both_values(container: dict, t
     container["seed"] = 7
     with pytest.raises(ConfigError, match=says("`seed`", 42, 7, "force_restart=true")):
         run_dir.claim(tmp_path / "run", container, force_restart=False)
+
+
+@pytest.mark.parametrize(("before", "now", "refused"), [(24, 25, True), (4096, 24, True), (25, 4096, False)])
+def test_claim_resumed_run_keeps_the_factors_of_longrope(
+    container: dict, tmp_path: Path, before: int, now: int, refused: bool
+) -> None:
+    """vLLM and the trainer choose them by `max_model_len`: with others the same weights are another policy."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    described = {"original_max_position_embeddings": 24, "max_position_embeddings": 8192, "rope_scaling": rope}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    container["model_path"] = str(tmp_path / "model")
+    container["vllm_config"]["vllm_kwargs"]["max_model_len"] = before
+    hold_run(tmp_path / "run", container)
+    container["vllm_config"]["vllm_kwargs"]["max_model_len"] = now
+    if refused:
+        with pytest.raises(ConfigError, match=says("max_model_len", f"was {before} and is {now}", 24, "longrope")):
+            run_dir.claim(tmp_path / "run", container, force_restart=False)
+        return
+    run_dir.claim(tmp_path / "run", container, force_restart=False).lock.close()
 
 
 def test_claim_refused_folder_is_not_left_locked(container: dict, tmp_path: Path) -> None:
