@@ -193,13 +193,20 @@ def meaning(answer: Statement, reference: Value | None = None) -> Value:
         return _as_set(values[0])
     if answer.separator in ("or", "and") and all(isinstance(value, Region) for value in values):
         return functools.reduce(union if answer.separator == "or" else intersection, values)  # type: ignore[arg-type]
-    names = tuple(chain.sides[0] if chain.relations == ("=",) and 0 in chain.labels else None for chain in answer.items)
+    names = tuple(map(_name_of, answer.items))
     items: list[Value] = []
     for value in values:
         value = value.right if isinstance(value, Equation) and value.named else value
         expanded = _as_set(value)
         items += expanded.items if isinstance(expanded, Listing) and not expanded.braces else [expanded]
     return Listing(tuple(items), names if len(names) == len(items) else (), alternatives=answer.separator == "or")
+
+
+def _name_of(chain: Chain) -> Tree | None:
+    """What an equation gives a value to: a plain name, or an expression of names."""
+    first = chain.sides[0]
+    is_name = chain.relations == ("=",) and first is not None and (0 in chain.labels or bool(symbols(first)))
+    return first if is_name else None
 
 
 def _as_set(value: Value) -> Value:
@@ -299,6 +306,8 @@ def _equation(chain: Chain, reference: Value | None) -> Value:
 def _names(side: Tree, label: bool, known: frozenset[str]) -> bool:
     """Whether a side of an equation names the value: a plain name, or one in none of the reference's symbols."""
     letters = symbols(side)
+    if not label and any(isinstance(part, UnitWords) for part in parts(side)):
+        return False  # `x = 1 \\text{ hm } x = 2`: the words stand between two statements
     return label or any(name.startswith("\\") for name in letters) or bool(letters and not letters & known)
 
 
@@ -368,7 +377,7 @@ def _half_line(left: Tree, relation: str, right: Tree) -> Region | None:
         relation
     ]
     if isinstance(left, Sym):
-        return Region(spans, left.name)
+        return None if left.name.startswith("mathbb") else Region(spans, left.name)
     if not (isinstance(left, Op) and left.name == "abs" and isinstance(left.args[0], Sym)):
         return None
     if bound < 0 or (bound == 0 and relation != ">"):
@@ -504,6 +513,8 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
             return all(equal(item, pairs[name], rules) for name, item in zip(answer.names, answer.items, strict=True))
     if in_order:
         items = _coordinates(reference)
+        if any(name is not None for name in answer.names) and rules.strict:
+            return False  # it names others
         return (
             not (answer.braces or answer.alternatives)
             and len(answer.items) == len(items)

@@ -132,6 +132,8 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
             bits += (rational.numerator.bit_length(), rational.denominator.bit_length())
         return mpmath.mpf(rational.numerator) / rational.denominator
     if isinstance(tree, Sym):
+        if real and tree.name == "i" and "i" not in at:
+            raise NoValueError("not a real number")
         return _symbol(tree.name, at)
     if isinstance(tree, UnitWords):
         if tree.words in ("degree", "degrees", "deg"):
