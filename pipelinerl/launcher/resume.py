@@ -15,6 +15,9 @@ from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import interruptible
 
+OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
+"""What an earlier launch was asked to do to the folder, which is not asked for again unless it is said."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (None: `sys.argv`) and return the exit code."""
@@ -34,6 +37,7 @@ def go_on(run_dir: Path, overrides: Sequence[str]) -> int:
     from pipelinerl.launcher.program import launch
 
     cfg = load_run_dictconfig(run_dir)
+    cfg.merge_with(OF_ONE_LAUNCH)
     OmegaConf.set_struct(cfg, True)
     for override in overrides:
         key, equals, _ = override.partition("=")
