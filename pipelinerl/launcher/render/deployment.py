@@ -17,6 +17,8 @@ from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, w
 from pipelinerl.world import Cluster, Job, Node, map_world
 
 CPUS = 8
+OF_ONE_LAUNCH = {"delete the run": "force_restart=true", "set its streams aside": "resume=checkpoint"}
+"""What must not be in a command line that is repeated, by what it would do."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -50,6 +52,12 @@ class Deployment:
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
+        for name, argument in OF_ONE_LAUNCH.items():
+            if argument in self.arguments:
+                raise ConfigError(
+                    f"{argument} is for one launch, but the platform repeats the command line whenever it starts the "
+                    f"job again, which would {name} each time: leave it out, and do it once before"
+                )
         for name in ("nodes", "cpus_per_node", "hours", "nodes_per_server"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
