@@ -85,6 +85,9 @@ def test_group_has_the_limits_of_the_run_and_says_whether_the_kernel_ended_it(gr
     assert not group.was_full()
     (tree / "run-1" / "memory.events").write_text("low 0\nhigh 0\nmax 900\noom 2\noom_kill 3\n")
     assert group.was_full()
+    assert group.processes() == [0]
+    (tree / "run-1" / "cgroup.procs").write_text("12\n345\n")
+    assert group.processes() == [12, 345]
     os.close(folder)
 
 
