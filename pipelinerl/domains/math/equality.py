@@ -69,6 +69,7 @@ class Rules:
     """What an answer leaves to be computed is accepted."""
 
 
+STRICT = Rules()
 STATED = Rules(operators=True)
 """For what an answer says of itself: `6 \\cdot 7 = 42`."""
 
@@ -114,14 +115,13 @@ class Listing:
 Value = Tree | Region | Equation | Inequality | Listing
 
 
-def same(answer: Statement, reference: Statement, *, strict: bool = True, operators: bool = False) -> None:
+def same(answer: Statement, reference: Statement, rules: Rules) -> None:
     """Raises ``Refusal`` unless the answer is the reference.
 
     Args:
         answer: the parsed answer.
         reference: the parsed reference.
-        strict: kinds of brackets and names of variables matter.
-        operators: arithmetic that was left undone is accepted.
+        rules: how strictly the answer is judged.
     """
     answer = with_parameter_of(answer, reference)
     with mpmath.workdps(DIGITS):
@@ -130,9 +130,9 @@ def same(answer: Statement, reference: Statement, *, strict: bool = True, operat
         undone = isinstance(given, Op | Num) and is_one_number(wanted) and is_undone(given)
         if isinstance(wanted, Region | Brackets | Join) and not any(map(is_undone, numbers_in(reference))):
             undone = any(map(is_undone, numbers_in(answer)))
-        if undone and not operators:
+        if undone and not rules.operators:
             raise Refusal("arithmetic that was left undone")
-        if not equal(given, wanted, Rules(strict=strict, operators=operators)):
+        if not equal(given, wanted, rules):
             raise Refusal("")
 
 

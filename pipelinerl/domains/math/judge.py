@@ -10,11 +10,10 @@ own alarm-based timeouts are off, because the worker's limits replace them.
 import functools
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.domains.math import latex, units
-from pipelinerl.domains.math.equality import Refusal, same
+from pipelinerl.domains.math.equality import STRICT, Refusal, Rules, same
 from pipelinerl.domains.math.values import TooLargeError
 from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unparsable, wrong
 
@@ -31,14 +30,6 @@ BRACE = re.compile(r"\\.|[{}]", re.S)
 """A brace, or a backslash with what it escapes."""
 OTHER_WORDS = {"dne": "does not exist"}
 WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How strictly an answer is judged (see ``judge``)."""
-
-    strict: bool
-    operators: bool
 
 
 def last_boxed(text: str) -> str | None:
@@ -102,7 +93,7 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     except MemoryError:
         raise
     except Exception as failure:  # noqa: BLE001 — of any library: an answer that makes its judge fail must get a verdict
-        compare(HARMLESS, reference, Rules(strict=True, operators=False))  # raises if the reference is to blame
+        compare(HARMLESS, reference, STRICT)  # raises if the reference is to blame
         return unparsable(f"the judge fails on it: {type(failure).__name__}: {failure}"[:500])
 
 
@@ -146,7 +137,7 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
         except latex.NotParsedError:
             return compare_with_library(answer, reference, rules)
         try:
-            same(parse(answer, bare_units), wanted, strict=rules.strict, operators=rules.operators)
+            same(parse(answer, bare_units), wanted, rules)
         except latex.NotParsedError as reason:
             refusal = unparsable(str(reason))
         except TooLargeError as reason:
