@@ -42,4 +42,4 @@ def ending_alarms(ending: RunEnding | None) -> list[Alarm]:
     if ending is None or ending.kind != "failed":
         return []
     log = f"{ending.job}/log.txt" if ending.job else "launcher.log"
-    return [Alarm(name="run failed", step=None, text=ending.reason, cure=f"Read {log}; the same command resumes it")]
+    return [Alarm(name="run failed", step=None, text=ending.reason, cure=f"Read {log}; `pipelinerl resume` goes on")]

@@ -14,7 +14,7 @@ from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.program import tell_ending
 from pipelinerl.launcher.reporting import ending_record
 from pipelinerl.launcher.running import accompanied
-from pipelinerl.launcher.supervisor import Supervisor
+from pipelinerl.launcher.supervisor import Ending, Supervisor
 
 COMMAND = RoleCommand(name="actor_0", kind="actor", argv=("role",), env={}, cores=())
 
@@ -94,3 +94,15 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     assert engine.is_stopped
     assert ending_record(ending).reason == ending.reason
     assert [record.exc_info is not None for record in caplog.records] == [True]  # the log has the traceback
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [(False, "the same command resumes"), (True, "the same command without force_restart=true resumes")],
+)
+def test_stopped_run_says_what_goes_on_with_it(
+    over: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command with `force_restart=true` would delete what it has made."""
+    tell_ending(Ending(kind="stopped", reason="SIGINT"), tmp_path, over=over)
+    assert f"stopped by SIGINT; {said} {tmp_path}" in capsys.readouterr().out.replace("\n", " ")
