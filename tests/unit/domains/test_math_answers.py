@@ -173,10 +173,10 @@ def test_judge_failure_is_blamed_on_the_answer_only_where_the_reference_can_be_j
 ) -> None:
     from pipelinerl.domains.math import judge as module
 
-    def broken(answer: object, wanted: object, **options: object) -> None:
+    def broken(answer: object, wanted: object, rules: object) -> None:
         raise OverflowError("too large")
 
-    def broken_by_seven(answer: object, wanted: object, **options: object) -> None:
+    def broken_by_seven(answer: object, wanted: object, rules: object) -> None:
         if answer == parse("7"):
             raise OverflowError("too large")
 
