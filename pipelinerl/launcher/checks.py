@@ -121,7 +121,9 @@ def temporary_folder(start: Start) -> list[str]:
     """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names."""
     folder = tempfile.gettempdir()
     excess = len(os.fsencode(folder)) + SOCKET_NAME_BYTES - LARGEST_SOCKET_PATH
-    if excess > 0 and any(job.kind in SERVER_KINDS for job in start.world.on_node(start.node_rank)):
+    started = started_kinds(start.config)
+    servers = [kind for kind in SERVER_KINDS if started is None or kind in started]
+    if excess > 0 and any(job.kind in servers for job in start.world.on_node(start.node_rank)):
         raise ConfigError(
             f"TMPDIR is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the kernel "
             f"takes; set it to a folder of at most {LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES} bytes, such as /tmp"

@@ -1,11 +1,9 @@
 """What a start refuses before anything is started: here the memory plan, on a machine whose GPUs are told."""
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
@@ -75,9 +73,8 @@ def test_temporary_folder_is_as_long_as_the_servers_sockets_allow(
         return
     with pytest.raises(ConfigError, match=says("TMPDIR", f"paths {excess} bytes longer", "at most 57 bytes")):
         checks.temporary_folder(start())
-    without_servers = start()
-    alone = msgspec.structs.replace(without_servers.world, jobs=without_servers.world.get("finetune"))
-    assert checks.temporary_folder(replace(without_servers, world=alone)) == []
+    elsewhere = start("debug.mode=actor", "debug.existing_llms=[http://127.0.0.1:8080]")
+    assert checks.temporary_folder(elsewhere) == [], "a run with the servers of others starts none"
 
 
 @pytest.mark.parametrize(
