@@ -180,15 +180,15 @@ async def test_threads_of_one_run_weigh_together_as_one(sandbox):
     """Sixteen busy processes, in sessions of their own. With the niceness of each they have the share of one."""
     code = """
 import os
-start = os.nice(0)
+start = os.getpriority(os.PRIO_PROCESS, 0)
 if {busy}:
     for _ in range(15):
         if os.fork() == 0:
             os.setsid()
             while True: pass
 used = os.times().user
-while os.nice(0) == start and os.times().user < used + {seconds}: pass
-print(os.nice(0) > start)
+while os.getpriority(os.PRIO_PROCESS, 0) == start and os.times().user < used + {seconds}: pass
+print(os.getpriority(os.PRIO_PROCESS, 0) > start)
 """
     alone = Sandbox(limits=replace(LIMITS, cpu_s=20, wall_s=120.0), mode=sandbox.mode, concurrency=1)
     (bomb,) = await alone.run_python(code.format(busy=True, seconds=15), [""])
