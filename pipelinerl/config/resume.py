@@ -6,6 +6,9 @@ from typing import Any
 from pipelinerl.config.keys import optional_subsection, subsection
 from pipelinerl.config.sections import Config, Section
 
+OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
+"""Keys that say what a launch does to the folder's run, each with its value where the run just goes on."""
+
 
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Settings that differ and make it another experiment: key, old value, new value."""

@@ -11,12 +11,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.load import load_run_dictconfig, suggestion
+from pipelinerl.config.resume import OF_ONE_LAUNCH
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import interruptible
-
-OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
-"""What an earlier launch was asked to do to the folder, which is not asked for again unless it is said."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +35,7 @@ def go_on(run_dir: Path, overrides: Sequence[str]) -> int:
     from pipelinerl.launcher.program import launch
 
     cfg = load_run_dictconfig(run_dir)
-    cfg.merge_with(OF_ONE_LAUNCH)
+    cfg.merge_with(OF_ONE_LAUNCH)  # what an earlier launch was asked to do is done again only if it is said again
     OmegaConf.set_struct(cfg, True)
     for override in overrides:
         key, equals, _ = override.partition("=")

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import yaml
+
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.paths import config_names
+from pipelinerl.config.resume import OF_ONE_LAUNCH
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, with_right_plus
 from pipelinerl.world import Cluster, Job, Node, map_world
 
 CPUS = 8
-OF_ONE_LAUNCH = {"delete the run": "force_restart=true", "set its streams aside": "resume=checkpoint"}
-"""What must not be in a command line that is repeated, by what it would do."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -52,11 +53,13 @@ class Deployment:
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
-        for name, argument in OF_ONE_LAUNCH.items():
-            if argument in self.arguments:
+        for argument in self.arguments:
+            key, _, value = argument.lstrip("+").partition("=")
+            if key in OF_ONE_LAUNCH and yaml.safe_load(value) != OF_ONE_LAUNCH[key]:
                 raise ConfigError(
                     f"{argument} is for one launch, but the platform repeats the command line whenever it starts the "
-                    f"job again, which would {name} each time: leave it out, and do it once before"
+                    "job again, which would delete the run or set its streams aside each time: leave it out, and do "
+                    "it once before"
                 )
         for name in ("nodes", "cpus_per_node", "hours", "nodes_per_server"):
             if (value := getattr(self, name)) is not None and value < 1:

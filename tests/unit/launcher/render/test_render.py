@@ -233,7 +233,7 @@ def test_what_cannot_be_rendered_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH")
 
 
-@pytest.mark.parametrize("argument", ["force_restart=true", "resume=checkpoint"])
+@pytest.mark.parametrize("argument", ["force_restart=true", "++force_restart=True", "resume=checkpoint"])
 def test_what_is_for_one_launch_is_refused_in_a_command_line_that_is_repeated(argument: str) -> None:
     """A requeued job, or a job set that is started again, deleted the run that it should have gone on with."""
     with pytest.raises(ConfigError, match=says(argument, "repeats", "leave it out")):
