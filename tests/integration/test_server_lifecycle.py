@@ -1,38 +1,47 @@
 """How a server process ends, asked to or because its engine died, and what it counts when it is asked to."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from tests.served import sample
 
 
 def engine_of(server: Any) -> psutil.Process | None:
-    """The forked engine. It keeps the command line where setproctitle finds none: the first variable was changed."""
-    front = psutil.Process(server.process.pid)
-    named = [child for child in front.children(recursive=True) if "EngineCore" in child.name()]
-    return next(iter(named or [child for child in front.children() if child.cmdline() == front.cmdline()]), None)
+    """The engine, whose process vLLM names before each line it logs. None before the first one."""
+    named = re.search(r"\(EngineCore pid=(\d+)\)", server.log())
+    return psutil.Process(int(named[1])) if named else None
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
+@pytest.mark.parametrize("moment", ["first_child", "engine_logs"])
 def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
-    tmp_path: Path, tiny_qwen2: Path, serving: Any
+    moment: str, tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
     with serving.own_cores() as cores:
         server = serving.start(tmp_path, serving.write_run(tmp_path, tiny_qwen2, cores))
-        serving.wait_for(lambda: engine_of(server) is not None, 200, server.log)
-        engine = engine_of(server)
-        assert engine is not None
+        front, children = psutil.Process(server.process.pid), set[int]()
+
+        def has_come() -> bool:
+            children.update(child.pid for child in front.children(recursive=True))
+            return bool(children) if moment == "first_child" else engine_of(server) is not None
+
+        serving.wait_for(has_come, 200, server.log)
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(timeout=180) == 0, server.log()[-3000:]
-        serving.wait_for(lambda: is_gone(engine.pid), 60, server.log)
+        serving.wait_for(lambda: all(is_gone(pid) for pid in children), 60, server.log)
 
 
 def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_leaves_no_engine(
