@@ -6,10 +6,8 @@ A node with GPUs needs one core for each busy process of the roles that the plan
 import argparse
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
-
-import yaml
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.paths import config_names
@@ -53,13 +51,12 @@ class Deployment:
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
-        for argument in self.arguments:
-            key, _, value = argument.lstrip("+").partition("=")
-            if key in OF_ONE_LAUNCH and yaml.safe_load(value) != OF_ONE_LAUNCH[key]:
+        for key, value in OF_ONE_LAUNCH.items():
+            if (asked := getattr(self.config, key)) != value:
                 raise ConfigError(
-                    f"{argument} is for one launch, but the platform repeats the command line whenever it starts the "
-                    "job again, which would delete the run or set its streams aside each time: leave it out, and do "
-                    "it once before"
+                    f"{key}={asked} is for one launch, but the platform launches again whenever it starts "
+                    "the job again, which would delete the run or set its streams aside each time: leave it out of the "
+                    "command line and the configuration file, and do it once before"
                 )
         for name in ("nodes", "cpus_per_node", "hours", "nodes_per_server"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -67,12 +64,17 @@ class Deployment:
         if self.gpus_per_node < 0 or self.extra_servers < 0:
             raise ConfigError("--gpus-per-node and --extra-servers must not be negative")
 
-    @property
+    @cached_property
+    def config(self) -> Config:
+        """The configuration that the command line means."""
+        return configuration_of(self.arguments)
+
+    @cached_property
     def cores(self) -> int:
         """Cores of a node."""
         if self.cpus_per_node or not self.gpus_per_node:
             return self.cpus_per_node or CPUS
-        return cores_per_node(self.arguments, self.nodes, self.gpus_per_node)
+        return cores_per_node(self.config, self.nodes, self.gpus_per_node)
 
     @property
     def output_dir(self) -> str | None:
@@ -81,14 +83,12 @@ class Deployment:
         return values[-1] if values else None
 
 
-@lru_cache
-def cores_per_node(arguments: tuple[str, ...], nodes: int, gpus_per_node: int) -> int:
-    """Return the cores of the node that needs most of them. ``arguments``: of `pipelinerl.launch`.
+def cores_per_node(config: Config, nodes: int, gpus_per_node: int) -> int:
+    """Return the cores of the node that needs most of them.
 
     Raises:
-        PipelineRLError: the configuration is invalid, or does not fit on these nodes.
+        PipelineRLError: the run does not fit on these nodes.
     """
-    config = configuration_of(arguments)
     machines = tuple(Node(rank=rank, hostname=f"node-{rank}", devices=gpus_per_node) for rank in range(nodes))
     cluster = Cluster(accelerator="cuda", nodes=machines, identity="rendered")
     world = map_world(config, cluster, check=False)
@@ -96,7 +96,11 @@ def cores_per_node(arguments: tuple[str, ...], nodes: int, gpus_per_node: int) -
 
 
 def configuration_of(arguments: tuple[str, ...]) -> Config:
-    """Return the configuration that this command line of `pipelinerl.launch` means."""
+    """Return the configuration that this command line of `pipelinerl.launch` means.
+
+    Raises:
+        PipelineRLError: it is invalid.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

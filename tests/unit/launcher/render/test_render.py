@@ -233,8 +233,13 @@ def test_what_cannot_be_rendered_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH")
 
 
-@pytest.mark.parametrize("argument", ["force_restart=true", "++force_restart=True", "resume=checkpoint"])
-def test_what_is_for_one_launch_is_refused_in_a_command_line_that_is_repeated(argument: str) -> None:
+@pytest.mark.parametrize("argument", ["force_restart=True", "++force_restart=True", "resume=checkpoint", "a file"])
+def test_what_is_for_one_launch_is_refused_in_a_command_line_that_is_repeated(argument: str, tmp_path: Path) -> None:
     """A requeued job, or a job set that is started again, deleted the run that it should have gone on with."""
-    with pytest.raises(ConfigError, match=says(argument, "repeats", "leave it out")):
-        deployment(arguments=(*ARGUMENTS, argument))
+    arguments = (*ARGUMENTS, argument)
+    if argument == "a file":
+        (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nforce_restart: true\n")
+        arguments = ("--config-dir", str(tmp_path), "--config-name=mine", *ARGUMENTS[1:])
+    said = "force_restart=True" if argument == "a file" else argument.lstrip("+")
+    with pytest.raises(ConfigError, match=says(said, "again", "leave it out")):
+        deployment(arguments=arguments)
