@@ -9,8 +9,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.interface import is_token_level
 from pipelinerl.finetune.rl.objective import LossSettings, find_loss, policy_term, settings_at
-from pipelinerl.finetune.rl.tokens import TokenInputs
+from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
+from pipelinerl.finetune.sequence import rows_of_ranks
 from pipelinerl.preprocess.advantages import group_advantages
 
 NOT_TOKEN_LEVEL = (
@@ -34,8 +35,14 @@ NOT_BY_SEQUENCE = (
     "the loss of a token depends on tokens of other sequences (or on chance), so that it would change with how a batch "
     "is packed and with the number of ranks; take means over its sequence (tokens.sequence_mean), or a fixed number:"
 )
+NOT_BY_RANK = (
+    "the loss of a token depends on where its rank has the other tokens, and with finetune.seq_parallel > 1 a rank has "
+    "a part of each sequence; take sums over a sequence from tokens.sequence_mean, called equally often on every rank, "
+    "or set finetune.seq_parallel to 1:"
+)
+
 SEQUENCES = (5, 4, 3)
-"""Tokens of the sequences for which a loss is computed at once and one at a time."""
+"""Tokens of the sequences for which a loss is computed at once, one at a time, and on two ranks that share them."""
 
 
 def check_objective(cfg: Config) -> None:
@@ -80,6 +87,8 @@ def try_loss(cfg: Config) -> None:
             raise ConfigError("the losses have no gradient: compute them from logprobs_K, which is not a constant")
         if count:
             compare_with_one_at_a_time(settings_at(cfg, 0))
+        if count and cfg.finetune.seq_parallel > 1:
+            compare_with_ranks(settings_at(cfg, 0))
 
 
 def _refuse_hidden_figures(policy_loss: str) -> None:
@@ -107,9 +116,68 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
     if is_token_level(find_loss(settings.policy_loss)):
         lengths, unit, mistake = (1,) * sum(SEQUENCES), "token", NOT_TOKEN_LEVEL
         settings = replace(settings, sequence_tis=None, sequence_mis=None, veto=None)
+    logprobs_K, inputs = _three_sequences(settings)
+    together = _loss_columns(logprobs_K, inputs, settings)
+    rows = torch.arange(sum(SEQUENCES)).split(lengths)
+    try:
+        alone = [_loss_columns(logprobs_K[row], inputs[row], settings) for row in rows]
+    except Exception as error:  # the user's function
+        raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
+    _refuse_difference(together, _concatenated(alone), mistake, f"its {unit} is computed alone")
+
+
+def compare_with_ranks(settings: LossSettings) -> None:
+    """Compute a loss for the tokens of three sequences at once, then on two ranks that share every sequence.
+
+    The ranks take turns in one process. Each adds what the other one brought to its sums in the pass before, so after
+    as many passes as there are sums, and one more, all sums are right. Losses, clipped tokens and gradients must agree.
+
+    Raises:
+        ConfigError: they do not agree, or one rank takes more sums over sequences than the other.
+    """
+    logprobs_K, inputs = _three_sequences(settings)
+    together = _loss_columns(logprobs_K, inputs, settings)
+    rows = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in rows_of_ranks(SEQUENCES, 2)]
+    columns, brought, passes = list[dict[str, Tensor]](), [list[Tensor]() for _ in range(2)], 0
+    while passes <= max(map(len, brought)):
+        ranks = [_TurnTaking(None, index, 2, others=brought[1 - index]) for index in range(2)]
+        try:
+            columns = [
+                _loss_columns(logprobs_K[row], replace(inputs[row], group=rank), settings)
+                for rank, row in zip(ranks, rows, strict=True)
+            ]
+        except Exception as error:  # the user's function
+            raise ConfigError(f"{NOT_BY_RANK} on a rank it fails with {type(error).__name__}: {error}") from error
+        brought = [rank.brought for rank in ranks]
+        passes += 1
+    if len(brought[0]) != len(brought[1]):
+        counts = " and the other waits for ".join(str(len(each)) for each in brought)
+        raise ConfigError(f"{NOT_BY_RANK} of two ranks, one takes {counts} sums")
+    order = torch.cat(rows).argsort()
+    shared = {name: found[order] for name, found in _concatenated(columns).items()}
+    _refuse_difference(together, shared, NOT_BY_RANK, "two ranks share the sequences")
+
+
+@dataclass(frozen=True)
+class _TurnTaking(SequenceGroup):
+    """One of two ranks that take turns."""
+
+    others: Sequence[Tensor] = ()
+    """What the other rank brought to each sum in the pass before."""
+    brought: list[Tensor] = field(default_factory=list)
+    """What this rank has brought in this pass."""
+
+    def sum_(self, values: Tensor) -> None:
+        self.brought.append(values.clone())
+        if len(self.brought) <= len(self.others):
+            values += self.others[len(self.brought) - 1]
+
+
+def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
+    """log π_θ [12] and the other inputs of the tokens of three sequences."""
     ratios_K = torch.tensor([0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11])
     logprobs_K = -torch.linspace(0.1, 3.0, 12).square()
-    inputs = TokenInputs(
+    return logprobs_K, TokenInputs(
         sampler_logprobs_K=logprobs_K - ratios_K.log(),
         advantages_K=torch.tensor([1.3, -0.7, 0.4]).repeat_interleave(torch.tensor(SEQUENCES)),
         weights_K=torch.linspace(0.2, 0.9, 12),
@@ -122,20 +190,20 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         ref_logprobs_K=logprobs_K.flip(0),
         teacher_logprobs_K=logprobs_K.flip(0),
     )
-    together = _loss_columns(logprobs_K, inputs, settings)
-    rows = torch.arange(12).split(lengths)
-    try:
-        alone = [_loss_columns(logprobs_K[row], inputs[row], settings) for row in rows]
-    except Exception as error:  # the user's function
-        raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
+
+
+def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _refuse_difference(together: Mapping[str, Tensor], apart: Mapping[str, Tensor], mistake: str, when: str) -> None:
     for name, all_K in together.items():
-        each_K = torch.cat([columns[name] for columns in alone])
-        different_K = ~torch.isclose(all_K, each_K, rtol=1e-4, atol=1e-6)
+        different_K = ~torch.isclose(all_K, apart[name], rtol=1e-4, atol=1e-6)
         if different_K.any():
             worst = int(different_K.float().argmax())
             raise ConfigError(
-                f"{mistake} the {name} of token {worst} of 12 is {all_K[worst]:.6g} when all are computed at once, and "
-                f"{each_K[worst]:.6g} when its {unit} is computed alone"
+                f"{mistake} the {name} of token {worst} of {len(all_K)} is {all_K[worst]:.6g} when all are computed at "
+                f"once, and {apart[name][worst]:.6g} when {when}"
             )
 
 

@@ -138,9 +138,11 @@ SECRETLY_WHOLE = {
 }
 
 
-def write_marked(folder: Path, name: str, body: str, mark: str = "@token_level") -> None:
+def write_marked(
+    folder: Path, name: str, body: str, mark: str = "@token_level", parameters: str = "logprobs_K, tokens"
+) -> None:
     code = f"import torch\nfrom pipelinerl.finetune.rl import token_level\n\n{mark}\n"
-    (folder / f"marked_{name}.py").write_text(f"{code}def marked(logprobs_K, tokens):\n    return {body}\n")
+    (folder / f"marked_{name}.py").write_text(f"{code}def marked({parameters}):\n    return {body}\n")
 
 
 @pytest.mark.parametrize("proximal", [(), ("finetune.rl.proximal_every=2",)])
@@ -208,6 +210,56 @@ def test_loss_without_a_mark_that_stays_in_its_sequence_passes(
     monkeypatch.syspath_prepend(str(tmp_path))
     for correction in ((), ("finetune.rl.sequence_mis=2",), ("finetune.rl.veto=1e-4",)):
         objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *correction))
+
+
+SHARED = ("finetune.seq_parallel=2", "world.finetune_fraction=2")
+OFF_WHEN_SHARED = {
+    "running_sum": (
+        "-tokens.weight_K * torch.stack([(segments == s) * (logprobs_K * (segments == s)).cumsum(0) for s in "
+        "range(3)]).sum(0)",
+        r"the loss of token \d+ of 12",
+    ),
+    "own_sum": (
+        "-tokens.weight_K * logprobs_K * torch.zeros(3).index_add(0, segments, tokens.advantages_K)[segments]",
+        r"the loss of token \d+ of 12",
+    ),
+    "gradient": (
+        "-tokens.weight_K * (logprobs_K + torch.zeros(3).index_add(0, segments, logprobs_K)[segments] "
+        "- torch.zeros(3).index_add(0, segments, logprobs_K.detach())[segments])",
+        r"the gradient of token \d+ of 12",
+    ),
+    "one_waits": (
+        "-tokens.weight_K * (tokens.sequence_mean(logprobs_K) if (segments == 0).sum() in (0, 3, 5) else logprobs_K)",
+        "the other waits",
+    ),
+    "fails": ("-tokens.weight_K * logprobs_K / (1 if (segments == 0).sum() in (0, 3, 5) else {}['x'])", "KeyError"),
+}
+
+
+@pytest.mark.parametrize("case", OFF_WHEN_SHARED)
+def test_loss_that_needs_whole_sequences_is_refused_where_ranks_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """On one rank each of them is right."""
+    body, message = OFF_WHEN_SHARED[case]
+    write_marked(tmp_path, f"{case}_shared", body, mark="", parameters="logprobs_K, tokens, segments")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    alone = f"finetune.rl.policy_loss=marked_{case}_shared.marked"
+    objective_check.check_objective(config(alone))
+    with pytest.raises(ConfigError, match=rf"seq_parallel.*{message}"):
+        objective_check.check_objective(config(alone, *SHARED))
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_builtin_losses_and_means_over_a_sequence_may_be_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    objective_check.compare_with_ranks(LossSettings(policy_loss=loss))
+    write_marked(tmp_path, f"mean_{loss}", "-tokens.weight_K * tokens.sequence_mean(logprobs_K) * logprobs_K", mark="")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for correction in ((), ("finetune.rl.sequence_mis=2",), ("finetune.rl.veto=1e-4",)):
+        cfg = config(f"finetune.rl.policy_loss=marked_mean_{loss}.marked", *SHARED, *correction)
+        objective_check.check_objective(cfg)
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "decoupled_ppo", "gspo"])

@@ -26,21 +26,25 @@ class SequenceGroup:
     """Index of this rank in the group, and of its slice in the micro-batch."""
     size: int
 
+    def sum_(self, values: Tensor) -> None:
+        """Replace the values by their sums over the ranks. Collective."""
+        dist.all_reduce(values, group=self.group)
+
 
 class _GroupSum(torch.autograd.Function):
     """Sum over the ranks of a group. Every rank's loss depends on the sum, so gradients are summed too."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, values: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.sharing = group
         total = values.clone()
-        dist.all_reduce(total, group=group)
+        group.sum_(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
+        ctx.sharing.sum_(gradient)
         return gradient, None
 
 
@@ -104,7 +108,7 @@ class LagInputs:
 def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
     """[S] sums over the trained tokens of each segment. Collective within ``inputs.group``."""
     sums_S = values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)
-    return sums_S if inputs.group is None else _GroupSum.apply(sums_S, inputs.group.group)
+    return sums_S if inputs.group is None else _GroupSum.apply(sums_S, inputs.group)
 
 
 def discounted_sum(values_K: Tensor, factor: float, segments_K: Tensor) -> Tensor:
