@@ -129,15 +129,29 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
 def compare_with_ranks(settings: LossSettings) -> None:
     """Compute a loss for the tokens of three sequences at once, then on two ranks that share every sequence.
 
-    The ranks take turns in one process. Each adds what the other one brought to its sums in the pass before, so after
-    as many passes as there are sums, and one more, all sums are right. Losses, clipped tokens and gradients must agree.
+    Losses, clipped tokens and gradients must agree, also where one of the ranks has no trained token.
 
     Raises:
         ConfigError: they do not agree, or one rank takes more sums over sequences than the other.
     """
     logprobs_K, inputs = _three_sequences(settings)
     together = _loss_columns(logprobs_K, inputs, settings)
-    rows = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in rows_of_ranks(SEQUENCES, 2)]
+    shared = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in rows_of_ranks(SEQUENCES, 2)]
+    for rows in (shared, [torch.arange(12), torch.arange(0)]):
+        order = torch.cat(rows).argsort()
+        columns = _concatenated(_columns_of_ranks(rows, logprobs_K, inputs, settings))
+        apart = {name: found[order] for name, found in columns.items()}
+        _refuse_difference(together, apart, NOT_BY_RANK, "two ranks share the sequences")
+
+
+def _columns_of_ranks(
+    rows: Sequence[Tensor], logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings
+) -> list[dict[str, Tensor]]:
+    """What two ranks compute, each for its rows. The ranks take turns in one process.
+
+    Each adds what the other one brought to its sums in the pass before. So after as many passes as there are sums, and
+    one more, all sums are right.
+    """
     columns, brought, passes = list[dict[str, Tensor]](), [list[Tensor]() for _ in range(2)], 0
     while passes <= max(map(len, brought)):
         ranks = [_TurnTaking(None, index, 2, others=brought[1 - index]) for index in range(2)]
@@ -153,9 +167,7 @@ def compare_with_ranks(settings: LossSettings) -> None:
     if len(brought[0]) != len(brought[1]):
         counts = " and the other waits for ".join(str(len(each)) for each in brought)
         raise ConfigError(f"{NOT_BY_RANK} of two ranks, one takes {counts} sums")
-    order = torch.cat(rows).argsort()
-    shared = {name: found[order] for name, found in _concatenated(columns).items()}
-    _refuse_difference(together, shared, NOT_BY_RANK, "two ranks share the sequences")
+    return columns
 
 
 @dataclass(frozen=True)
@@ -211,7 +223,9 @@ def _loss_columns(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSetting
     """float [K] each: losses, gradients of their weighted sum, and clipped tokens, if the loss names them."""
     logprobs_K = logprobs_K.detach().requires_grad_()
     loss, _ = policy_term(logprobs_K, inputs, settings, -0.5 * logprobs_K.detach())
-    (gradients_K,) = torch.autograd.grad((inputs.weights_K * loss.losses_K).sum(), logprobs_K)
+    gradients_K = torch.zeros_like(logprobs_K)
+    if loss.losses_K.requires_grad:  # a loss may return a constant for no tokens
+        (gradients_K,) = torch.autograd.grad((inputs.weights_K * loss.losses_K).sum(), logprobs_K)
     columns = {"loss": loss.losses_K.detach(), "gradient": gradients_K}
     return columns if loss.clipped_K is None else columns | {"clip (1 = acts)": loss.clipped_K.float()}
 

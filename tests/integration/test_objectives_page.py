@@ -232,6 +232,10 @@ OFF_WHEN_SHARED = {
         "-tokens.weight_K * (tokens.sequence_mean(logprobs_K) if (segments == 0).sum() in (0, 3, 5) else logprobs_K)",
         "the other waits",
     ),
+    "one_without_tokens_waits": (
+        "-tokens.weight_K * tokens.sequence_mean(logprobs_K) if len(logprobs_K) else logprobs_K",
+        "the other waits",
+    ),
     "fails": ("-tokens.weight_K * logprobs_K / (1 if (segments == 0).sum() in (0, 3, 5) else {}['x'])", "KeyError"),
 }
 
