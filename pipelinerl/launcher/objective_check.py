@@ -23,7 +23,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.interface import is_token_level
 from pipelinerl.finetune.rl.objective import LossSettings, find_loss, policy_term, settings_at
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
-from pipelinerl.finetune.sequence import rows_of_ranks
 from pipelinerl.preprocess.advantages import group_advantages
 
 NOT_TOKEN_LEVEL = (
@@ -43,6 +42,12 @@ NOT_BY_RANK = (
 
 SEQUENCES = (5, 4, 3)
 """Tokens of the sequences for which a loss is computed at once, one at a time, and on two ranks that share them."""
+RATIOS = (0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11)
+"""π/μ of their tokens."""
+SHARES = ("000111111000", "001100110010", "000000000000")
+"""Which of two ranks has each of them: the sequences are cut as one document, as short ones are, or each for itself,
+or one rank has no trained token.
+"""
 
 
 def check_objective(cfg: Config) -> None:
@@ -109,7 +114,7 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
     depend on what its micro-batch holds besides, or on how many tokens the output head takes at a time.
 
     Raises:
-        ConfigError: they do not agree.
+        ConfigError: they do not agree, or are not numbers.
     """
     lengths: tuple[int, ...] = SEQUENCES
     unit, mistake = "sequence", NOT_BY_SEQUENCE
@@ -118,16 +123,19 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         settings = replace(settings, sequence_tis=None, sequence_mis=None, veto=None)
     logprobs_K, inputs = _three_sequences(settings)
     together = _loss_columns(logprobs_K, inputs, settings)
+    for name, all_K in together.items():
+        if all_K.isnan().any():
+            raise ConfigError(f"the {name} of token {int(all_K.isnan().byte().argmax())} is nan where π/μ is {RATIOS}")
     rows = torch.arange(sum(SEQUENCES)).split(lengths)
     try:
-        alone = [_loss_columns(logprobs_K[row], inputs[row], settings) for row in rows]
+        alone = [_loss_columns(logprobs_K[row], _only_sequence(inputs[row]), settings) for row in rows]
     except Exception as error:  # the user's function
         raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
     _refuse_difference(together, _concatenated(alone), mistake, f"its {unit} is computed alone")
 
 
 def compare_with_ranks(settings: LossSettings) -> None:
-    """Compute a loss for the tokens of three sequences at once, then on two ranks that share every sequence.
+    """Compute a loss for the tokens of three sequences at once, then on two ranks that share them.
 
     Losses, clipped tokens and gradients must agree, also where one of the ranks has no trained token.
 
@@ -136,22 +144,18 @@ def compare_with_ranks(settings: LossSettings) -> None:
     """
     logprobs_K, inputs = _three_sequences(settings)
     together = _loss_columns(logprobs_K, inputs, settings)
-    shared = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in rows_of_ranks(SEQUENCES, 2)]
-    for rows in (shared, [torch.arange(12), torch.arange(0)]):
-        order = torch.cat(rows).argsort()
-        columns = _concatenated(_columns_of_ranks(rows, logprobs_K, inputs, settings))
-        apart = {name: found[order] for name, found in columns.items()}
-        _refuse_difference(together, apart, NOT_BY_RANK, "two ranks share the sequences")
+    for share in SHARES:
+        shared = _on_two_ranks(logprobs_K, inputs, settings, share)
+        _refuse_difference(together, shared, NOT_BY_RANK, "two ranks share the sequences")
 
 
-def _columns_of_ranks(
-    rows: Sequence[Tensor], logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings
-) -> list[dict[str, Tensor]]:
-    """What two ranks compute, each for its rows. The ranks take turns in one process.
+def _on_two_ranks(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings, share: str) -> Mapping[str, Tensor]:
+    """What two ranks compute that have the tokens as ``share`` says, in the order of the tokens.
 
-    Each adds what the other one brought to its sums in the pass before. So after as many passes as there are sums, and
-    one more, all sums are right.
+    The ranks take turns in one process. Each adds what the other one brought to its sums in the pass before. So after
+    as many passes as there are sums, and one more, all sums are right.
     """
+    rows = [torch.tensor([k for k, rank in enumerate(share) if rank == mine], dtype=torch.int64) for mine in "01"]
     columns, brought, passes = list[dict[str, Tensor]](), [list[Tensor]() for _ in range(2)], 0
     while passes <= max(map(len, brought)):
         ranks = [_TurnTaking(None, index, 2, others=brought[1 - index]) for index in range(2)]
@@ -167,7 +171,8 @@ def _columns_of_ranks(
     if len(brought[0]) != len(brought[1]):
         counts = " and the other waits for ".join(str(len(each)) for each in brought)
         raise ConfigError(f"{NOT_BY_RANK} of two ranks, one takes {counts} sums")
-    return columns
+    order = torch.cat(rows).argsort()
+    return {name: found[order] for name, found in _concatenated(columns).items()}
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ class _TurnTaking(SequenceGroup):
 
 def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
     """log π_θ [12] and the other inputs of the tokens of three sequences."""
-    ratios_K = torch.tensor([0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11])
+    ratios_K = torch.tensor(RATIOS)
     logprobs_K = -torch.linspace(0.1, 3.0, 12).square()
     return logprobs_K, TokenInputs(
         sampler_logprobs_K=logprobs_K - ratios_K.log(),
@@ -196,12 +201,17 @@ def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
         segments_K=torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES)),
         num_segments=len(SEQUENCES),
         proximal_logprobs_K=logprobs_K - ratios_K.flip(0).log() if settings.has_proximal else None,
-        rewards_K=torch.linspace(-1.0, 1.0, 12),
+        rewards_K=torch.tensor([1.0, -1.0, 0.25]).repeat_interleave(torch.tensor(SEQUENCES)),
         values_K=torch.linspace(0.5, -0.5, 12),
         lag_K=torch.arange(12) % 4,
         ref_logprobs_K=logprobs_K.flip(0),
         teacher_logprobs_K=logprobs_K.flip(0),
     )
+
+
+def _only_sequence(inputs: TokenInputs) -> TokenInputs:
+    """The inputs of one sequence's tokens as a micro-batch of it alone has them."""
+    return replace(inputs, segments_K=torch.zeros_like(inputs.segments_K), num_segments=1)
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

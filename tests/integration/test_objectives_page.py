@@ -212,6 +212,30 @@ def test_loss_without_a_mark_that_stays_in_its_sequence_passes(
         objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *correction))
 
 
+@pytest.mark.parametrize("of_part", ["part >= part.quantile(0.8)", "part - part.min()"])
+def test_loss_by_segments_is_tried_with_the_numbers_that_a_micro_batch_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_part: str
+) -> None:
+    """They begin with 0, and each has a token. A sequence that was computed alone kept its number 1 or 2."""
+    body = (
+        "-tokens.weight_K * logprobs_K * torch.cat([torch.zeros(0), "
+        f"*({of_part} for part in entropy.detach().split(torch.bincount(segments).tolist()) if len(segments))])"
+    )
+    name = f"segments_{abs(hash(of_part))}"
+    write_marked(tmp_path, name, body, mark="", parameters="logprobs_K, tokens, segments, entropy")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked"))
+
+
+def test_loss_that_is_no_number_for_a_large_ratio_is_refused_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_marked(tmp_path, "log", "-tokens.mask_K * (2.5 - tokens.ratio(logprobs_K)).log()", mark="")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the loss of token 3 is nan where π/μ is .*3000"):
+        objective_check.check_objective(config("finetune.rl.policy_loss=marked_log.marked"))
+
+
 SHARED = ("finetune.seq_parallel=2", "world.finetune_fraction=2")
 OFF_WHEN_SHARED = {
     "running_sum": (
@@ -229,14 +253,14 @@ OFF_WHEN_SHARED = {
         r"the gradient of token \d+ of 12",
     ),
     "one_waits": (
-        "-tokens.weight_K * (tokens.sequence_mean(logprobs_K) if (segments == 0).sum() in (0, 3, 5) else logprobs_K)",
+        "-tokens.weight_K * (tokens.sequence_mean(logprobs_K) if (segments == 0).sum() not in (1, 2) else logprobs_K)",
         "the other waits",
     ),
     "one_without_tokens_waits": (
-        "-tokens.weight_K * tokens.sequence_mean(logprobs_K) if len(logprobs_K) else logprobs_K",
+        "-tokens.weight_K * (tokens.sequence_mean(logprobs_K) if len(logprobs_K) else logprobs_K)",
         "the other waits",
     ),
-    "fails": ("-tokens.weight_K * logprobs_K / (1 if (segments == 0).sum() in (0, 3, 5) else {}['x'])", "KeyError"),
+    "fails": ("-tokens.weight_K * logprobs_K / (1 if (segments == 0).sum() not in (1, 2) else {}['x'])", "KeyError"),
 }
 
 
@@ -250,8 +274,18 @@ def test_loss_that_needs_whole_sequences_is_refused_where_ranks_share_them(
     monkeypatch.syspath_prepend(str(tmp_path))
     alone = f"finetune.rl.policy_loss=marked_{case}_shared.marked"
     objective_check.check_objective(config(alone))
-    with pytest.raises(ConfigError, match=rf"seq_parallel.*{message}"):
-        objective_check.check_objective(config(alone, *SHARED))
+    for correction in ((), ("finetune.rl.sequence_mis=2",)):  # which drops a sequence: the others are shared, too
+        with pytest.raises(ConfigError, match=rf"seq_parallel.*{message}"):
+            objective_check.check_objective(config(alone, *SHARED, *correction))
+
+
+def test_rank_may_take_the_reward_of_a_sequence_from_any_of_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "-tokens.weight_K * logprobs_K * torch.zeros(3).index_put((segments,), rewards)[segments]"
+    write_marked(tmp_path, "reward", body, mark="", parameters="logprobs_K, tokens, segments, rewards")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    objective_check.check_objective(config("finetune.rl.policy_loss=marked_reward.marked", *SHARED))
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
