@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.config.debug import READS
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError, WorldError
@@ -76,6 +77,9 @@ def check_packing(run_dir: Path, config: Config, world: WorldMap) -> None:
     Raises:
         ConfigError: the number of ranks, or of those that share a micro-batch, is another one.
     """
+    mode = config.debug.mode
+    if mode not in (None, *READS):  # a mode that packs nothing, and reads nothing that is packed
+        return
     try:
         before = WorldMap.load(run_dir)
     except WorldError:  # that launch ended before it had one
@@ -89,10 +93,11 @@ def check_packing(run_dir: Path, config: Config, world: WorldMap) -> None:
     if (shared_before := load_old_run(run_dir).finetune.seq_parallel) != shared:
         changed.append(f"`finetune.seq_parallel` was {shared_before} and is {shared}")
     if changed and (config.streams.backend == "redis" or has_records(run_dir, config, TRAINING_DATA)):
+        from_checkpoint = "resume=checkpoint, which packs new ones behind the newest checkpoint"
+        anew = from_checkpoint if mode is None else "force_restart=true"  # only a whole run has checkpoints
         raise ConfigError(
             f"`output_dir` is {str(run_dir)!r}: {', '.join(changed)}, but micro-batches in the streams are packed for "
-            "those of before; go on with the same, or set resume=checkpoint, which packs new ones behind the newest "
-            "checkpoint"
+            f"those of before; go on with the same, or set {anew}"
         )
 
 

@@ -147,6 +147,24 @@ def test_ranks_may_change_before_anything_is_packed(run: Path) -> None:
     go_on(run, config_with(2))
 
 
+@pytest.mark.parametrize("mode", ["servers", "actor", "evaluation"])
+def test_ranks_may_change_where_nothing_is_packed(run: Path, mode: str) -> None:
+    """The trainer has devices in the world of every mode. With a redis of the run's own nobody can look."""
+    build_world(config_with(1), {}).save(run)
+    go_on(run, config_with(2, "streams=redis", f"debug.mode={mode}"))
+
+
+def test_standalone_preprocessor_for_other_ranks_is_told_to_begin_again(
+    run: Path, make_micro_batch: Callable[..., MicroBatch]
+) -> None:
+    """It cannot have resume=checkpoint: only a whole run has checkpoints."""
+    build_world(config_with(1), {}).save(run)
+    with open_writer(SingleStreamSpec(run, topics.TRAINING_DATA), MicroBatch) as writer:
+        writer.write(make_micro_batch())
+    with pytest.raises(ConfigError, match=r"with the same, or set force_restart=true$"):
+        go_on(run, config_with(2, "debug.mode=preprocessor", "debug.streams_from=/other"))
+
+
 def test_launcher_refuses_other_ranks_before_it_writes_anything(run: Path) -> None:
     plan: Any = SimpleNamespace(config=config_with(2, "streams=redis"), world=build_world(config_with(2), {}))
     build_world(config_with(1), {}).save(run)
