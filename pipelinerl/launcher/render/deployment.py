@@ -13,7 +13,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.paths import config_names
 from pipelinerl.config.resume import OF_ONE_LAUNCH
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, with_right_plus
 from pipelinerl.world import Cluster, Job, Node, map_world
 
@@ -51,8 +51,9 @@ class Deployment:
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
+        config = self.config if self.needs_plan else self.config_as_far_as_it_is_here()
         for key, value in OF_ONE_LAUNCH.items():
-            if (asked := getattr(self.config, key)) != value:
+            if (asked := getattr(config, key)) != value:
                 raise ConfigError(
                     f"{key}={asked} is for one launch, but the platform launches again whenever it starts "
                     "the job again, which would delete the run or set its streams aside each time: leave it out of the "
@@ -69,12 +70,28 @@ class Deployment:
         """The configuration that the command line means."""
         return configuration_of(self.arguments)
 
+    def config_as_far_as_it_is_here(self) -> Config:
+        """The configuration, or what the command line itself says for one launch if only the machines have the rest.
+
+        Its file may be in the container's image alone, or name an environment variable that is set there.
+        """
+        try:
+            return self.config
+        except PipelineRLError:
+            said = [each for each in self.arguments if each.lstrip("+").partition("=")[0] in OF_ONE_LAUNCH]
+            return configuration_of(("output_dir=x", *said))
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether the cores of a node follow from the roles that the plan places there."""
+        return self.gpus_per_node > 0 and not self.cpus_per_node
+
     @cached_property
     def cores(self) -> int:
         """Cores of a node."""
-        if self.cpus_per_node or not self.gpus_per_node:
-            return self.cpus_per_node or CPUS
-        return cores_per_node(self.config, self.nodes, self.gpus_per_node)
+        if self.needs_plan:
+            return cores_per_node(self.config, self.nodes, self.gpus_per_node)
+        return self.cpus_per_node or CPUS
 
     @property
     def output_dir(self) -> str | None:

@@ -243,3 +243,17 @@ def test_what_is_for_one_launch_is_refused_in_a_command_line_that_is_repeated(ar
     said = "force_restart=True" if argument == "a file" else argument.lstrip("+")
     with pytest.raises(ConfigError, match=says(said, "again", "leave it out")):
         deployment(arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    "only_there", [("--config-dir=/of/the/image", "--config-name=mine"), ("seed=${oc.env:NOT_HERE}",)]
+)
+def test_configuration_that_only_the_machines_have_is_rendered_where_it_is_not_needed(
+    only_there: tuple[str, ...],
+) -> None:
+    arguments = (*only_there, "output_dir=/results/x")
+    assert "output_dir=/results/x" in TARGETS["jobset"](deployment(arguments=arguments, cpus_per_node=64))
+    with pytest.raises(ConfigError, match=r"mine|NOT_HERE"):  # the cores are those of the plan
+        deployment(arguments=arguments, gpus_per_node=8)
+    with pytest.raises(ConfigError, match=r"force_restart=True is for one launch"):
+        deployment(arguments=(*arguments, "force_restart=true"), cpus_per_node=64)
