@@ -49,8 +49,10 @@ SPARE_BYTES = 256 * 2**20
 
 LARGEST_SOCKET_PATH = 107
 """Bytes of a unix socket's path on Linux (`sun_path`), without the zero at its end."""
-SOCKET_NAME_BYTES = len("/prl-01234567/") + len(str(uuid.UUID(int=0)))
-"""Of the run's folder below `TMPDIR`, and of a socket that vLLM makes in it."""
+SOCKET_NAME_BYTES = len("/") + len(str(uuid.UUID(int=0)))
+"""Of a socket that vLLM makes in its folder."""
+TEMPORARY_BYTES = len("/prl-01234567")
+"""Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +120,23 @@ def open_files(start: Start) -> list[str]:
 
 
 def temporary_folder(start: Start) -> list[str]:
-    """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names."""
-    folder = tempfile.gettempdir()
-    excess = len(os.fsencode(folder)) + SOCKET_NAME_BYTES - LARGEST_SOCKET_PATH
+    """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names.
+
+    Ray's nodes have environments of their own.
+    """
+    launcher, variable = start.config.launcher.engine, "VLLM_RPC_BASE_PATH"
+    folder, most = os.environ.get(variable, ""), LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES
+    if not folder:
+        variable, folder = "TMPDIR", tempfile.gettempdir()
+        most -= TEMPORARY_BYTES if launcher == "local" else 0
+    excess = len(os.fsencode(folder)) - most
     started = started_kinds(start.config)
     servers = [kind for kind in SERVER_KINDS if started is None or kind in started]
-    if excess > 0 and any(job.kind in servers for job in start.world.on_node(start.node_rank)):
+    is_used = launcher != "ray" and any(job.kind in servers for job in start.world.on_node(start.node_rank))
+    if excess > 0 and is_used:
         raise ConfigError(
-            f"TMPDIR is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the kernel "
-            f"takes; set it to a folder of at most {LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES} bytes, such as /tmp"
+            f"{variable} is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the "
+            f"kernel takes; set it to a folder of at most {most} bytes, such as /tmp"
         )
     return []
 
