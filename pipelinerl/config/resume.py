@@ -10,6 +10,12 @@ OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
 """Keys that say what a launch does to the folder's run, each with its value where the run just goes on."""
 
 
+def asked_once(config: Config) -> list[str]:
+    """What was asked of this launch alone, as the command line says it. The same command would do it again."""
+    asked = {key: getattr(config, key) for key in OF_ONE_LAUNCH}
+    return [f"{key}={str(value).lower()}" for key, value in asked.items() if value != OF_ONE_LAUNCH[key]]
+
+
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Settings that differ and make it another experiment: key, old value, new value."""
     before, after = dict(_flatten(old)), dict(_flatten(new))

@@ -21,6 +21,7 @@ from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
 from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.origin import absolute, make_importable
+from pipelinerl.config.resume import asked_once
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
@@ -82,9 +83,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
             write_roles_file(path, ())
             return tell_finished(claim)
         if config.launcher.engine == "ray":
-            return tell_ending(
-                launch_on_ray(claim, config, container, overrides, command_of, started), path, over=config.force_restart
-            )
+            return tell_ending(launch_on_ray(claim, config, container, overrides, command_of, started), path, config)
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
         has_old_streams = take_streams(claim, plan)
@@ -98,7 +97,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
             ending = asyncio.run(lead(plan, claim, started, has_old_streams))
         if config.debug.mode and ending.kind == "stopped":
             RunReports(config, path, say).debug_run(finished=False)
-    return tell_ending(ending, path, config.debug.mode, over=config.force_restart)
+    return tell_ending(ending, path, config)
 
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
@@ -200,7 +199,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
         say(f"{path}: the run is finished")
         return EXIT_DONE
     plan = prepare(plan, path, overrides)
-    return tell_ending(asyncio.run(run()), path, over=plan.config.force_restart)
+    return tell_ending(asyncio.run(run()), path, plan.config)
 
 
 async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: float, connection: Coordination) -> Ending:
@@ -365,19 +364,15 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
     return EXIT_DONE
 
 
-def tell_ending(ending: Ending, path: Path, mode: str | None = None, *, over: bool = False) -> int:
-    """Say how the run ended and return the exit code. Standalone servers (``mode``) end only when they are stopped.
-
-    Args:
-        over: whether this launch began the run again (`force_restart`), as the same command would.
-    """
+def tell_ending(ending: Ending, path: Path, config: Config) -> int:
+    """Say how the run ended and return the exit code. Standalone servers end only when they are stopped."""
     if ending.restarts:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
-    if ending.kind == "done" or (mode == "servers" and ending.kind == "stopped"):
+    if ending.kind == "done" or (config.debug.mode == "servers" and ending.kind == "stopped"):
         return EXIT_DONE
     if ending.kind == "stopped":
-        command = "the same command without force_restart=true" if over else "the same command"
-        say(f"stopped by {ending.reason}; {command} resumes {path}")
+        once = " and ".join(asked_once(config))
+        say(f"stopped by {ending.reason}; the same command{f' without {once}' if once else ''} resumes {path}")
     else:
         say("")
         say(f"the run failed{': ' + ending.reason if ending.reason else ''}")

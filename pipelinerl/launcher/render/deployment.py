@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.paths import config_names
-from pipelinerl.config.resume import OF_ONE_LAUNCH
+from pipelinerl.config.resume import OF_ONE_LAUNCH, asked_once
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, with_right_plus
@@ -52,13 +52,12 @@ class Deployment:
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
         config = self.config if self.needs_plan else self.config_as_far_as_it_is_here()
-        for key, value in OF_ONE_LAUNCH.items():
-            if (asked := getattr(config, key)) != value:
-                raise ConfigError(
-                    f"{key}={asked} is for one launch, but the platform launches again whenever it starts "
-                    "the job again, which would delete the run or set its streams aside each time: leave it out of the "
-                    "command line and the configuration file, and do it once before"
-                )
+        if once := asked_once(config):
+            raise ConfigError(
+                f"{' and '.join(once)} is for one launch, but the platform launches again whenever it starts the job "
+                "again, which would delete the run or set its streams aside each time: leave it out of the command "
+                "line and the configuration file, and do it once before"
+            )
         for name in ("nodes", "cpus_per_node", "hours", "nodes_per_server"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.sections import LauncherSection
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config, LauncherSection
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.program import tell_ending
 from pipelinerl.launcher.reporting import ending_record
 from pipelinerl.launcher.running import accompanied
 from pipelinerl.launcher.supervisor import Ending, Supervisor
+
+
+def config(*overrides: str) -> Config:
+    return parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", *overrides]))
+
 
 COMMAND = RoleCommand(name="actor_0", kind="actor", argv=("role",), env={}, cores=())
 
@@ -89,7 +95,7 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     works = iter([last(), beside()])
     with caplog.at_level(logging.ERROR):
         ending = await asyncio.wait_for(accompanied(supervisor, works, NoTopics()), 60)  # type: ignore[arg-type]
-        assert tell_ending(ending, tmp_path) == 1
+        assert tell_ending(ending, tmp_path, config()) == 1
     assert (ending.kind, ending.reason) == ("failed", f"the launcher itself failed in {reason}")
     assert engine.is_stopped
     assert ending_record(ending).reason == ending.reason
@@ -97,12 +103,16 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
-    [(False, "the same command resumes"), (True, "the same command without force_restart=true resumes")],
+    ("asked", "said"),
+    [
+        ((), "the same command resumes"),
+        (("force_restart=true",), "the same command without force_restart=true resumes"),
+        (("resume=checkpoint",), "the same command without resume=checkpoint resumes"),
+    ],
 )
 def test_stopped_run_says_what_goes_on_with_it(
-    over: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command with `force_restart=true` would delete what it has made."""
-    tell_ending(Ending(kind="stopped", reason="SIGINT"), tmp_path, over=over)
+    """The same command would delete what it has made, or set the streams with its samples aside."""
+    tell_ending(Ending(kind="stopped", reason="SIGINT"), tmp_path, config(*asked))
     assert f"stopped by SIGINT; {said} {tmp_path}" in capsys.readouterr().out.replace("\n", " ")

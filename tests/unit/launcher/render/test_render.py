@@ -240,7 +240,7 @@ def test_what_is_for_one_launch_is_refused_in_a_command_line_that_is_repeated(ar
     if argument == "a file":
         (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nforce_restart: true\n")
         arguments = ("--config-dir", str(tmp_path), "--config-name=mine", *ARGUMENTS[1:])
-    said = "force_restart=True" if argument == "a file" else argument.lstrip("+")
+    said = "resume=checkpoint" if argument.startswith("resume") else "force_restart=true"
     with pytest.raises(ConfigError, match=says(said, "again", "leave it out")):
         deployment(arguments=arguments)
 
@@ -255,5 +255,5 @@ def test_configuration_that_only_the_machines_have_is_rendered_where_it_is_not_n
     assert "output_dir=/results/x" in TARGETS["jobset"](deployment(arguments=arguments, cpus_per_node=64))
     with pytest.raises(ConfigError, match=r"mine|NOT_HERE"):  # the cores are those of the plan
         deployment(arguments=arguments, gpus_per_node=8)
-    with pytest.raises(ConfigError, match=r"force_restart=True is for one launch"):
+    with pytest.raises(ConfigError, match=r"force_restart=true is for one launch"):
         deployment(arguments=(*arguments, "force_restart=true"), cpus_per_node=64)
