@@ -256,6 +256,11 @@ class _Bucket:
         """Whether a rollout still waits. One that gave up, or whose time is over, does not."""
         return not all(waiter.done() for waiter in self.waiters)
 
+    def end(self) -> None:
+        """Cancels those who still wait: tasks that a domain left behind when its rollout ended."""
+        for waiter in self.waiters:
+            waiter.cancel()
+
 
 class GroupTransport:
     """Carries the requests of one group and joins equal ones (see ``llm.Transport``).
@@ -272,6 +277,7 @@ class GroupTransport:
     ):
         self._route, self._policy, self._join_limit = route, policy, join_limit
         self._trained_temperature = trained_temperature
+        self._is_closed = False
         self._checked = b""
         self._lengths: dict[tuple[bytes, bytes], list[int]] = {}
         self._buckets: dict[tuple[bytes, bytes], _Bucket] = {}
@@ -284,7 +290,9 @@ class GroupTransport:
         return next(iter(self._awaited.get(rollout, ())), None)
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
-        """Samples one completion (see ``llm.Transport``)."""
+        """Samples one completion (see ``llm.Transport``). Cancels a task that a rollout of an ended group has left."""
+        if self._is_closed:
+            raise asyncio.CancelledError("this llm is of a rollout whose group has ended")
         self._refuse_distortion(request.body_key)
         began = time.time_ns()
         loop = asyncio.get_running_loop()
@@ -330,11 +338,13 @@ class GroupTransport:
 
     def close(self) -> None:
         """Cancels unanswered requests and reports the group's completion lengths to the policy."""
+        self._is_closed = True
         for lengths in self._lengths.values():
             self._policy.observe(lengths)
         for bucket in self._buckets.values():
             if bucket.timer:
                 bucket.timer.cancel()
+            bucket.end()
         for task in self._sending:
             task.cancel()
         self._route.leave()
@@ -351,6 +361,7 @@ class GroupTransport:
         bucket.task = asyncio.get_running_loop().create_task(self._deliver(bucket))
         self._sending.add(bucket.task)
         bucket.task.add_done_callback(self._sending.discard)
+        bucket.task.add_done_callback(lambda _: bucket.end())
 
     async def _deliver(self, bucket: _Bucket) -> None:
         try:

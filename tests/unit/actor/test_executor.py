@@ -11,7 +11,7 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from benchmarks.whole_group import run_whole_group
-from pipelinerl.actor import growth
+from pipelinerl.actor import growth, router
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, GroupFinished, RolloutFailed, StartGroup
 from pipelinerl.actor.router import Client, JoinPolicy, RequestLimits
@@ -368,6 +368,36 @@ async def test_request_is_given_up_when_nobody_waits_for_it_any_more(
     assert len(finished.rollouts) == 4
     assert [request["sampling_params"].get("n", 1) for request in server.requests][: len(sent)] == sent
     assert under_way == left
+
+
+@pytest.mark.parametrize("state", ["sent", "not sent", "asks again"])
+async def test_call_that_a_domain_leaves_behind_ends_with_its_group(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """As after `asyncio.wait`, which cancels nothing. It waited for ever, with what it held, or asked on and on."""
+    left: list[asyncio.Task] = []
+    is_over = asyncio.Event()
+    server.hold.clear()
+    if state == "not sent":
+        monkeypatch.setattr(router, "COALESCE_WINDOW_S", 3600)
+
+    async def stay(llm: TrainableLLM, session: aiohttp.ClientSession) -> None:
+        if state == "asks again":
+            await is_over.wait()
+        await ask(llm, session, llm.state.name)
+
+    async def leaves(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        left.append(asyncio.create_task(stay(llm, session)))
+        while state == "sent" and len(server.requests) < 4:  # noqa: ASYNC110 — the server tells nobody
+            await asyncio.sleep(0)
+        raise ValueError("no result")
+
+    assert len((await run(leaves, server)).failures) == 4
+    is_over.set()
+    ended, _ = await asyncio.wait(left, timeout=60)
+    assert len(ended) == 4
+    assert all(task.cancelled() for task in ended)
+    assert len(server.requests) == (4 if state == "sent" else 0)
 
 
 async def test_request_deadline_is_a_transport_failure_that_is_repeated(run: Run, server: FakeServer) -> None:
