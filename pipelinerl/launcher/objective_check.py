@@ -91,7 +91,7 @@ def try_loss(cfg: Config) -> None:
         if count and not loss.losses_K.requires_grad:
             raise ConfigError("the losses have no gradient: compute them from logprobs_K, which is not a constant")
         if count:
-            compare_with_one_at_a_time(settings_at(cfg, 0))
+            compare_with_one_at_a_time(settings_at(cfg, 0), has_gaps=cfg.sft.per_step > 0)
         if count and cfg.finetune.seq_parallel > 1:
             compare_with_ranks(settings_at(cfg, 0))
 
@@ -106,12 +106,15 @@ def _refuse_hidden_figures(policy_loss: str) -> None:
         )
 
 
-def compare_with_one_at_a_time(settings: LossSettings) -> None:
+def compare_with_one_at_a_time(settings: LossSettings, *, has_gaps: bool = False) -> None:
     """Compute a loss for the 12 tokens of three sequences at once, then for each sequence alone.
 
     If it is marked ``token_level``, then for each token alone, without corrections by sequence, because with them the
     head takes all tokens at once. Losses, clipped tokens and gradients must agree. Else the loss of a token would
     depend on what its micro-batch holds besides, or on how many tokens the output head takes at a time.
+
+    Args:
+        has_gaps: a micro-batch also has sequences that are imitated, of which a loss gets no token.
 
     Raises:
         ConfigError: they do not agree, or are not numbers.
@@ -127,8 +130,9 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         if all_K.isnan().any():
             raise ConfigError(f"the {name} of token {int(all_K.isnan().byte().argmax())} is nan where π/μ is {RATIOS}")
     rows = torch.arange(sum(SEQUENCES)).split(lengths)
+    parts = [inputs[row] if has_gaps else _only_sequence(inputs[row]) for row in rows]
     try:
-        alone = [_loss_columns(logprobs_K[row], _only_sequence(inputs[row]), settings) for row in rows]
+        alone = [_loss_columns(logprobs_K[row], part, settings) for row, part in zip(rows, parts, strict=True)]
     except Exception as error:  # the user's function
         raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
     _refuse_difference(together, _concatenated(alone), mistake, f"its {unit} is computed alone")

@@ -225,6 +225,9 @@ def test_loss_by_segments_is_tried_with_the_numbers_that_a_micro_batch_gives_the
     write_marked(tmp_path, name, body, mark="", parameters="logprobs_K, tokens, segments, entropy")
     monkeypatch.syspath_prepend(str(tmp_path))
     objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked"))
+    imitated = ("sft.per_step=1", "sft.datasets=[a.json]")  # a conversation may lie between two sequences
+    with pytest.raises(ConfigError, match=r"for one sequence it fails"):
+        objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *imitated))
 
 
 def test_loss_that_is_no_number_for_a_large_ratio_is_refused_for_that(
