@@ -16,6 +16,8 @@ from typing import Any
 
 DOMAIN_METRIC = "{metric}"
 """The place of a metric that the domain's rollouts report."""
+WITH_SLASHES = ("{dataset}", "{subset}")
+"""Places of texts that may hold slashes, as data sets' names do: `openai/gsm8k:main@train`, `/data/rows.jsonl`."""
 
 
 class UndeclaredMetricWarning(UserWarning):
@@ -316,11 +318,9 @@ def _patterns(role: str, domain_metrics: tuple[str, ...] | None) -> tuple[re.Pat
 
 
 def _pattern(name: str, given: str) -> str:
+    of_place = {DOMAIN_METRIC: f"(?:{given})"} | dict.fromkeys(WITH_SLASHES, ".+")
     parts = re.split(r"(\{\w+\})", name)
-    return "".join(
-        f"(?:{given})" if part == DOMAIN_METRIC else "[^/]+" if part.startswith("{") else re.escape(part)
-        for part in parts
-    )
+    return "".join(of_place.get(part, "[^/]+") if part.startswith("{") else re.escape(part) for part in parts)
 
 
 def metrics_page() -> str:

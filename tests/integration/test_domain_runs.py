@@ -58,16 +58,23 @@ ON_CPU = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A configuration, what its model says, and a share of right answers that random ones have."""
+@dataclass(frozen=True)
+class Talk:
+    """What a domain asks and the model answers."""
 
-    config: str
-    overrides: tuple[str, ...] = ()
     asked: Callable[[Path], list[Messages]]
     """Prompts of the domain, as it asks them."""
     said: tuple[str, ...]
     """Answers; ``#`` is a random digit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration, and what its model says in each of its domains."""
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    talks: tuple[Talk, ...]
     jobs: frozenset[str] = frozenset()
 
 
@@ -121,22 +128,22 @@ def tool_prompts(rows: Path) -> list[Messages]:
 DATA = ("train_dataset_names=[ROWS]", "test_dataset_names=[ROWS]")
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "#*#"}}</tool_call>'
 CASES = (
-    Case(config="counting", asked=counting_prompts, said=("<answer>#</answer>",)),
+    Case(config="counting", talks=(Talk(counting_prompts, ("<answer>#</answer>",)),)),
     Case(
         config="math",
         overrides=(*DATA, "world.verifier_replicas=1"),
-        asked=math_prompts,
-        said=("So \\boxed{#}",),
+        talks=(Talk(math_prompts, ("So \\boxed{#}",)),),
         jobs=frozenset({"verifier_0"}),
     ),
-    Case(config="coding", overrides=DATA, asked=coding_prompts, said=("```python\nprint(#)\n```",)),
+    Case(config="coding", overrides=DATA, talks=(Talk(coding_prompts, ("```python\nprint(#)\n```",)),)),
     Case(
         config="tool_use",
         overrides=("dataset_loader_params.num_terms=1", "dataset_loader_params.max_number=5"),
-        asked=tool_prompts,
-        said=(CALL, "<answer>#</answer>", "<answer>1#</answer>"),
+        talks=(Talk(tool_prompts, (CALL, "<answer>#</answer>", "<answer>1#</answer>")),),
     ),
-    Case(config="instructions", asked=instruction_prompts, said=("- old\n- light", "because it is so. That is all.")),
+    Case(
+        config="instructions", talks=(Talk(instruction_prompts, ("- old\n- light", "because it is so. That is all.")),)
+    ),
     Case(
         config="multi_domain",
         overrides=(
@@ -146,20 +153,24 @@ CASES = (
             "domains.1.dataset_loader_params.num_numbers=[2, 2]",
             "+domains.1.dataset_loader_params.max_number=9",
         ),
-        asked=lambda rows: [*math_prompts(rows), *countdown_prompts(rows), *instruction_prompts(rows)],
-        said=("So \\boxed{#}", "<answer>#+#</answer>", "- old\n- light"),
+        talks=(
+            Talk(math_prompts, ("So \\boxed{#}",)),
+            Talk(countdown_prompts, ("<answer>#+#</answer>",)),
+            Talk(instruction_prompts, ("- old\n- light",)),
+        ),
         jobs=frozenset({"verifier_0"}),
     ),
 )
 
 
 def write_parrot(folder: Path, case: Case, rows: Path) -> None:
-    """A model that knows the domain's questions and answers them with any of ``said``."""
-    prompts = case.asked(rows)
+    """A model that knows the domains' questions and answers each with any of what is ``said`` in its domain."""
+    known = [(prompt, talk.said) for talk in case.talks for prompt in talk.asked(rows)]
 
     def talk(rng: Random) -> Messages:
-        said = "".join(str(rng.randrange(10)) if char == "#" else char for char in rng.choice(case.said))
-        return [*rng.choice(prompts), {"role": "assistant", "content": said}]
+        prompt, said = rng.choice(known)
+        answer = "".join(str(rng.randrange(10)) if char == "#" else char for char in rng.choice(said))
+        return [*prompt, {"role": "assistant", "content": answer}]
 
     folder.mkdir()
     write_model(folder, Recipe(tags=(), max_number=99, conversation=talk, steps=150), seed=0)

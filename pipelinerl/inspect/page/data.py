@@ -225,7 +225,7 @@ def own_charts(points: Points) -> list[dict[str, Any]]:
 def part_names(points: Points, metric: MetricName) -> list[MetricName]:
     """The names of the metric's values of one domain or data set in the newest point, like `<domain>/success`."""
     names = {name for point in points[-1:] for name in point if name.endswith(f"/{metric}")}
-    return sorted(name for name in names if name.count("/") == 1 and not name.startswith("eval/"))
+    return sorted(name for name in names if not name.startswith("eval/"))
 
 
 def series(points: Points, metric: MetricName) -> tuple[list[int], list[float]]:

@@ -97,6 +97,14 @@ def test_evaluation_shows_data_sets_only_where_there_are_several() -> None:
     assert data.evaluation(one)["parts"] == {}
 
 
+def test_parts_are_found_of_domains_and_of_data_sets_with_slashes() -> None:
+    names = ("success", "math/success", "openai/gsm8k:main@train/success", "eval/test/success", "math/reward")
+    assert data.part_names([dict.fromkeys(names, 0.5)], "success") == [
+        "math/success",
+        "openai/gsm8k:main@train/success",
+    ]
+
+
 def test_survivorship_adds_counts_and_weighs_means() -> None:
     base = "survivorship/lag"
     points = [

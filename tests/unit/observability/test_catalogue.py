@@ -61,6 +61,11 @@ def test_catalogue_page_is_that_of_the_declarations():
         ("actor", "math/num_turns", True),
         ("actor", "math/queue_depth", False),
         ("actor", "eval/math/test/num_turns", True),
+        ("actor", "openai/gsm8k:main@train/num_turns", True),
+        ("actor", "openai/gsm8k:main@train/queue_depth", False),
+        ("actor", "eval//data/rows.jsonl/num_turns", True),
+        ("actor", "eval/math//data/rows.jsonl/num_turns", True),
+        ("actor", "loop_blocked_s/a/b", False),
         ("nobody", "loss", False),
     ],
 )
@@ -69,7 +74,8 @@ def test_undeclared_knows_names_and_patterns(role: str, name: str, known: bool):
 
 
 def test_undeclared_takes_any_name_where_the_domains_are_unknown():
-    assert undeclared("actor", ["num_turns", "math/num_turns", "a/b/c"]) == ["a/b/c"]
+    assert undeclared("actor", ["num_turns", "math/num_turns", "openai/gsm8k/c"]) == []
+    assert undeclared("preprocessor", ["tokens", "math/tokens"]) == ["math/tokens"]
 
 
 def test_warn_undeclared_names_the_metric():
