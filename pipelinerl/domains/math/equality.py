@@ -39,11 +39,12 @@ from pipelinerl.domains.math.values import (
     DIGITS,
     NoValueError,
     TooLargeError,
+    changed,
     decimal_span,
     exact,
     numeric,
     parts,
-    renamed,
+    replaced,
     symbols,
 )
 
@@ -145,12 +146,9 @@ def numbers_in(statement: Statement) -> Iterator[Tree]:
 
 
 def _numbers_in(tree: Tree) -> Iterator[Tree]:
-    if isinstance(tree, Brackets | FiniteSet):
+    if isinstance(tree, Brackets | FiniteSet | Join):
         for item in tree.items:
             yield from _numbers_in(item)
-    elif isinstance(tree, Join):
-        yield from _numbers_in(tree.left)
-        yield from _numbers_in(tree.right)
     elif isinstance(tree, Builder):
         yield from numbers_in(tree.condition)
     else:
@@ -166,7 +164,7 @@ def with_parameter_of(answer: Statement, reference: Statement) -> Statement:
     if domain != other_domain or any(Sym(name) in parts(side) for c in answer.items for side in c.sides if side):
         return answer
     chains = (
-        dataclasses.replace(chain, sides=tuple(side and renamed(side, other, name) for side in chain.sides))
+        dataclasses.replace(chain, sides=tuple(side and replaced(side, other, Sym(name)) for side in chain.sides))
         for chain in answer.items
     )
     return dataclasses.replace(answer, items=tuple(chains))
@@ -228,17 +226,16 @@ def _as_set(value: Value) -> Value:
 
 
 def _with_sign(tree: Tree, sign: int) -> Tree:
-    if not isinstance(tree, Op):
+    tree = changed(tree, lambda part: _with_sign(part, sign))
+    if not isinstance(tree, Op) or tree.name not in ("pm", "mp"):
         return tree
-    args = tuple(_with_sign(part, sign) for part in tree.args)
-    if tree.name not in ("pm", "mp"):
-        return Op(tree.name, args)
+    args = tree.args
     last = args[-1] if (sign == 1) == (tree.name == "pm") else Op("neg", (args[-1],))
     return last if len(args) == 1 else Op("+", (args[0], last))
 
 
 def _joined(join: Join) -> Value:
-    left, right = _as_set(join.left), _as_set(join.right)
+    left, right = map(_as_set, join.items)
     if isinstance(left, Listing) and isinstance(right, Listing):
         if join.name == "cup":
             return Listing((*left.items, *right.items), braces=True)

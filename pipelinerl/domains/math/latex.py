@@ -80,8 +80,7 @@ class Join:
     """``name`` is ``cup``, ``cap`` or ``setminus``."""
 
     name: str
-    left: "Tree"
-    right: "Tree"
+    items: tuple["Tree", "Tree"]
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,10 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _words_in_order(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 UNICODE = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
-        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^{\circ}",
+        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ",
         "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
         "≈": r"\approx ", "μ": r"\mu ", "µ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta ", "α": r"\alpha ",
         "€": r"\euro ", "£": r"\pounds ", "₹": r"\rupee ", "¥": r"\yen ", "¢": r"\cents ", "…": r"\ldots ",
@@ -163,6 +158,8 @@ UNICODE = str.maketrans(
 SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "_": "₀₁₂₃₄₅₆₇₈₉"}
 """The characters that stand for ``0`` to ``9``, ``+`` and ``-`` as a power or an index."""
 VULGAR = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒"
+DEGREE = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
+PRIMES = re.compile(r"\^\s*(?:\\prime(?![A-Za-z])|\{(?:\s*\\prime)+\s*\})")
 NO_MEANING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|ensuremath|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
     r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
@@ -300,11 +297,11 @@ def _words_of(tokens: list[Token]) -> str:
     return " ".join(joined.replace("-", " ").lower().split()).strip(" .")
 
 
-UNITS = _words_in_order(
+UNITS = (
     """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen"""
-)
-TENS = _words_in_order("twenty thirty forty fifty sixty seventy eighty ninety")
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 NAMED_SETS: dict[str, Tree] = {
     **dict.fromkeys(("all real numbers", "all reals", "any real number", "every real number"), REAL_LINE),
     **dict.fromkeys(
@@ -354,7 +351,10 @@ def _plain_characters(text: str) -> str:
         digits = str.maketrans(characters, "0123456789+-"[: len(characters)])
         text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
     text = re.sub(f"[{VULGAR}]", lambda one: _vulgar(one[0]), text)
-    return re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
+    text = re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
+    text = DEGREE.sub("°", text)
+    text = PRIMES.sub(lambda primes: "'" * primes[0].count("prime"), text)
+    return text.replace("<=", r"\le ").replace(">=", r"\ge ")
 
 
 def _vulgar(character: str) -> str:
@@ -652,7 +652,7 @@ class Parser:
     def side(self, *, in_set: bool = False) -> Tree:
         left = self.sum()
         while joined := self.accept("cup", "cap", "setminus", "backslash"):
-            left = Join("setminus" if joined == "backslash" else joined, left, self.sum())
+            left = Join("setminus" if joined == "backslash" else joined, (left, self.sum()))
         items = [left]
         while not in_set and self._ratio_follows():
             items.append(self.sum())
@@ -678,15 +678,12 @@ class Parser:
             raise NotParsedError("nested too deeply")
         total = self.signed_term()
         while (sign := self.accept("+", "-", "pm", "mp")) is not None:
-            following = self.signed_term() if not self.sees("+", "-", "pm", "mp") else None
-            if following is None:
+            if self.sees("+", "-", "pm", "mp"):
                 raise NotParsedError("two signs in a row")
-            total = Op(sign, (total, following)) if sign in ("pm", "mp") else self._added(total, sign, following)
+            following = self.term()
+            total = Op("+" if sign == "-" else sign, (total, Op("neg", (following,)) if sign == "-" else following))
         self._depth -= 1
         return total
-
-    def _added(self, total: Tree, sign: str, following: Tree) -> Tree:
-        return Op("+", (total, following if sign == "+" else Op("neg", (following,))))
 
     def signed_term(self) -> Tree:
         sign = self.accept("+", "-", "pm", "mp")
@@ -745,8 +742,7 @@ class Parser:
             start = self._position
             if token.kind == "cmd" and token.text.endswith("frac"):
                 part = _fraction_of_integers(self.atom())
-                raised = self.sees("^", "_", "!") and not self._degree_follows()
-                if part is not None and not raised:
+                if part is not None and not self.sees("^", "_", "!"):
                     return self._postfixed(Num(left.value + (part if left.value >= 0 else -part)), start)
                 self._position = start
             following, last = self.peek(1), self.peek(2)
@@ -803,15 +799,11 @@ class Parser:
             self._position += 1
         return SCALES[word]
 
-    def _degree_follows(self) -> bool:
-        following = [token.text for token in (self.peek(1), self.peek(2)) if token is not None]
-        return following[:1] == ["circ"] or following == ["{", "circ"]
-
     def _postfixed(self, base: Tree, start: int) -> Tree:
         while (token := self.next) is not None:
             if token.text == "^" and token.kind == "sym":
                 self._position += 1
-                base = self._raised(base, start)
+                base = self._raised(base)
             elif token.text == "_" and token.kind == "sym":
                 self._position += 1
                 base = self._subscripted(base)
@@ -837,15 +829,7 @@ class Parser:
         following = self.peek(1)
         return following is not None and (following.kind == "num" or following.text == "(")
 
-    def _raised(self, base: Tree, start: int) -> Tree:
-        if self.accept("circ"):
-            return self._degrees(base)
-        if self.sees("{") and (token := self.peek(1)) is not None and token.text == "circ" and self.peek(2) is not None:
-            self._position += 2
-            self.expect("}")
-            return self._degrees(base)
-        if self.accept("prime"):
-            return Sym(self.source(start))
+    def _raised(self, base: Tree) -> Tree:
         if (column := self._transposed(base)) is not None:
             return column
         if base == REAL_LINE and (sign := self._sign()) is not None:

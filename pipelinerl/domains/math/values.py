@@ -1,8 +1,10 @@
 """The value of a tree: exact where it is rational, else to ``DIGITS`` digits at given values of its symbols."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +16,13 @@ DIGITS = 60
 MAX_POWER_DIGITS = 20_000
 """A power or factorial with more digits is not computed."""
 MAX_BITS = 200_000
+CONSTANTS: dict[str, Any] = {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infty": mpmath.inf}
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "+": operator.add, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "abs": abs,
+}  # fmt: skip
+FUNCTIONS = frozenset(
+    """sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh""".split()
+)
 
 
 class NoValueError(ValueError):
@@ -40,70 +49,56 @@ def exact(tree: Tree) -> Fraction | None:
 
 def _exact_operation(name: str, values: list[Fraction]) -> Fraction | None:
     left, right = values[0], values[-1]
-    match name:
-        case "+":
-            return left + right
-        case "*":
-            return left * right
-        case "/":
-            return left / right if right else None
-        case "neg":
-            return -left
-        case "abs":
-            return abs(left)
-        case "^":
-            if right.denominator != 1 or (left == 0 and right <= 0):
-                return None
-            if abs(right) * max(left.numerator.bit_length(), left.denominator.bit_length()) > MAX_BITS:
-                return None
-            return left ** int(right)
-        case "!":
-            return _factorial(left)
-    return None
-
-
-def _factorial(value: Fraction) -> Fraction | None:
-    if value.denominator != 1 or not 0 <= value <= 2000:
+    if name in ARITHMETIC:
+        return ARITHMETIC[name](*values) if right or name != "/" else None
+    if right.denominator != 1:
         return None
-    result = 1
-    for factor in range(2, int(value) + 1):
-        result *= factor
-    return Fraction(result)
+    if name == "!":
+        return Fraction(math.factorial(int(left))) if 0 <= left <= 2000 else None
+    if name != "^" or (left == 0 and right <= 0):
+        return None
+    too_large = abs(right) * max(left.numerator.bit_length(), left.denominator.bit_length()) > MAX_BITS
+    return None if too_large else left ** int(right)
 
 
 def symbols(tree: Tree) -> frozenset[str]:
     """The free symbols of a tree. The constants are not among them."""
-    return frozenset(part.name for part in parts(tree) if isinstance(part, Sym)) - {"pi", "e", "i", "infty"}
+    return frozenset(part.name for part in parts(tree) if isinstance(part, Sym)) - CONSTANTS.keys()
+
+
+def children(tree: Tree) -> tuple[Tree, ...]:
+    """The trees directly in a tree."""
+    match tree:
+        case Op():
+            return tree.args
+        case Brackets() | FiniteSet() | Ratio() | Join():
+            return tree.items
+        case Matrix():
+            return tuple(itertools.chain(*tree.rows))
+    return ()
 
 
 def parts(tree: Tree) -> Iterator[Tree]:
     yield tree
-    if isinstance(tree, Op):
-        for part in tree.args:
-            yield from parts(part)
-    elif isinstance(tree, Brackets | FiniteSet | Ratio):
-        for part in tree.items:
-            yield from parts(part)
-    elif isinstance(tree, Join):
-        yield from parts(tree.left)
-        yield from parts(tree.right)
-    elif isinstance(tree, Matrix):
-        for row in tree.rows:
-            for part in row:
-                yield from parts(part)
+    for child in children(tree):
+        yield from parts(child)
 
 
-def renamed(tree: Tree, name: str, new: str) -> Tree:
-    """The tree with another name for one of its symbols."""
-    if isinstance(tree, Sym):
-        return Sym(new) if tree.name == name else tree
-    if isinstance(tree, Op):
-        return Op(tree.name, tuple(renamed(part, name, new) for part in tree.args))
-    if isinstance(tree, FiniteSet | Brackets):
-        return dataclasses.replace(tree, items=tuple(renamed(part, name, new) for part in tree.items))
-    if isinstance(tree, Join):
-        return Join(tree.name, renamed(tree.left, name, new), renamed(tree.right, name, new))
+def changed(tree: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """The tree with every tree directly in it changed."""
+    match tree:
+        case Op():
+            return Op(tree.name, tuple(map(change, tree.args)))
+        case Brackets() | FiniteSet() | Ratio() | Join():
+            return dataclasses.replace(tree, items=tuple(map(change, tree.items)))
+        case Matrix():
+            return Matrix(tuple(tuple(map(change, row)) for row in tree.rows))
     return tree
+
+
+def replaced(tree: Tree, name: str, by: Tree) -> Tree:
+    """The tree with another tree in place of one of its symbols."""
+    return by if tree == Sym(name) else changed(tree, lambda part: replaced(part, name, by))
 
 
 def decimal_span(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10) -> int:
@@ -134,7 +129,9 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
     if isinstance(tree, Sym):
         if real and tree.name == "i" and "i" not in at:
             raise NoValueError("not a real number")
-        return _symbol(tree.name, at)
+        if tree.name not in at and tree.name not in CONSTANTS:
+            raise NoValueError(f"the value of {tree.name} is unknown")
+        return at[tree.name] if tree.name in at else +CONSTANTS[tree.name]
     if isinstance(tree, UnitWords):
         if tree.words in ("degree", "degrees", "deg"):
             return mpmath.pi / 180
@@ -157,28 +154,11 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
     return mpmath.re(result) if real else result
 
 
-def _symbol(name: str, at: Mapping[str, Any]) -> Any:
-    constants = {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infty": mpmath.inf}
-    if name in at:
-        return at[name]
-    if name not in constants:
-        raise NoValueError(f"the value of {name} is unknown")
-    return +constants[name]
-
-
 def _operation(name: str, values: list[Any], log_base: int) -> Any:
+    if name in ARITHMETIC:
+        return ARITHMETIC[name](*values)
     left, right = values[0], values[-1]
     match name:
-        case "+":
-            return left + right
-        case "*":
-            return left * right
-        case "/":
-            return left / right
-        case "neg":
-            return -left
-        case "abs":
-            return abs(left)
         case "^":
             return _power(left, right)
         case "root":
@@ -197,32 +177,9 @@ def _operation(name: str, values: list[Any], log_base: int) -> Any:
             if len(values) == 2:
                 return mpmath.log(left) / mpmath.log(right)
             return mpmath.log(left) / (mpmath.log(log_base) if log_base else 1)
-    function = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arcsinh": "asinh", "arccosh": "acosh",
-                "arctanh": "atanh"}.get(name, name)  # fmt: skip
-    if function not in FUNCTIONS:
+    if name not in FUNCTIONS:
         raise NoValueError(f"{name} has no value")
-    return getattr(mpmath, function)(left)
-
-
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-    ]
-)
+    return getattr(mpmath, name.replace("arc", "a"))(left)
 
 
 def _power(base: Any, exponent: Any) -> Any:
