@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -21,6 +21,7 @@ from pipelinerl.domains.math.latex import (
     Based,
     Brackets,
     Builder,
+    Cases,
     Chain,
     Clock,
     FiniteSet,
@@ -126,6 +127,7 @@ def same(answer: Statement, reference: Statement, rules: Rules) -> None:
     """
     answer = with_parameter_of(answer, reference)
     with mpmath.workdps(DIGITS):
+        answer, reference = in_standard_form(answer), in_standard_form(reference)
         wanted = meaning(reference)
         given = meaning(answer, wanted)
         undone = isinstance(given, Op | Num) and is_one_number(wanted) and is_undone(given)
@@ -156,18 +158,54 @@ def _numbers_in(tree: Tree) -> Iterator[Tree]:
 
 
 def with_parameter_of(answer: Statement, reference: Statement) -> Statement:
-    """Gives the integer of an answer (``n\\pi, n \\in \\mathbb{Z}``) the name that the reference has for its own."""
+    """Gives an integer (``n\\pi, n \\in \\mathbb{Z}``) and a constant ``C`` the name that the reference has."""
+    in_answer, in_reference = map(_names_in, (answer, reference))
+    for constant in in_answer - in_reference:
+        other_case = constant[0].swapcase() + constant[1:]
+        if constant[0] in "cC" and other_case in in_reference - in_answer:
+            answer = _with_sides(answer, lambda side: replaced(side, constant, Sym(other_case)))  # noqa: B023 — used at once
     theirs, ours = _parameters(reference), _parameters(answer)
     if len(theirs) != 1 or len(ours) != 1 or theirs == ours:
         return answer
     ((name, domain),), ((other, other_domain),) = theirs.items(), ours.items()
     if domain != other_domain or any(Sym(name) in parts(side) for c in answer.items for side in c.sides if side):
         return answer
+    return _with_sides(answer, lambda side: replaced(side, other, Sym(name)))
+
+
+def _names_in(statement: Statement) -> frozenset[str]:
+    return frozenset().union(*(symbols(side) for chain in statement.items for side in chain.sides if side))
+
+
+def _with_sides(statement: Statement, change: Callable[[Tree], Tree]) -> Statement:
     chains = (
-        dataclasses.replace(chain, sides=tuple(side and replaced(side, other, Sym(name)) for side in chain.sides))
-        for chain in answer.items
+        dataclasses.replace(chain, sides=tuple(side and change(side) for side in chain.sides))
+        for chain in statement.items
     )
-    return dataclasses.replace(answer, items=tuple(chains))
+    return dataclasses.replace(statement, items=tuple(chains))
+
+
+def in_standard_form(statement: Statement) -> Statement:
+    """Writes ``an + b`` with an integer ``n`` such that ``0 <= b < a``: ``2n + 3`` and ``2n - 1`` are one set."""
+    integers = [name for name, domain in _parameters(statement).items() if domain == Sym("mathbb Z")]
+    return _with_sides(statement, lambda side: _shifted(side, integers[0])) if len(integers) == 1 else statement
+
+
+def _shifted(tree: Tree, name: str) -> Tree:
+    names = sorted(symbols(tree))
+    if name not in names or not isinstance(tree, Op):
+        return tree
+    try:
+        first, second, third = (numeric(tree, {**_values_at(0, names), name: n}, real=True) for n in (0, 1, 2))
+    except NoValueError:
+        return tree
+    slope = second - first
+    if slope == 0 or not _near(third - second, slope):
+        return tree
+    sign = 1 if slope > 0 else -1
+    shift = -int(mpmath.floor(first / abs(slope) + TOLERANCE))
+    moved = Op("+", (Op("*", (Num(Fraction(sign)), Sym(name))), Num(Fraction(sign * shift))))
+    return replaced(tree, name, moved)
 
 
 def _parameters(statement: Statement) -> dict[str, Tree | None]:
@@ -190,7 +228,11 @@ def meaning(answer: Statement, reference: Value | None = None) -> Value:
     if len(values) == 1:
         return _as_set(values[0])
     if answer.separator in ("or", "and") and all(isinstance(value, Region) for value in values):
-        return functools.reduce(union if answer.separator == "or" else intersection, values)  # type: ignore[arg-type]
+        regions = [value for value in values if isinstance(value, Region)]
+        common = functools.reduce(intersection, regions)
+        if answer.separator == "and" and (common.spans or reference is not None):
+            return common  # a reference with `x < -1 and x > 1` means both
+        return functools.reduce(union, regions)
     names = tuple(map(_name_of, answer.items))
     items: list[Value] = []
     for value in values:
@@ -203,7 +245,7 @@ def meaning(answer: Statement, reference: Value | None = None) -> Value:
 def _name_of(chain: Chain) -> Tree | None:
     """What an equation gives a value to: a plain name, or an expression of names."""
     first = chain.sides[0]
-    is_name = chain.relations == ("=",) and first is not None and (0 in chain.labels or bool(symbols(first)))
+    is_name = set(chain.relations) == {"="} and first is not None and (0 in chain.labels or bool(symbols(first)))
     return first if is_name else None
 
 
@@ -219,7 +261,10 @@ def _as_set(value: Value) -> Value:
             members += expanded.items if isinstance(expanded, Listing) and not expanded.braces else [expanded]
         return Listing(tuple(members), braces=True)
     if isinstance(value, Builder) and value.domain is None:
-        return meaning(value.condition)
+        condition = meaning(value.condition)
+        if isinstance(condition, Region) and condition.variable and value.element != Sym(condition.variable):
+            raise Refusal("a condition of another variable")
+        return condition
     if isinstance(value, Join):
         return _joined(value)
     return value
@@ -269,15 +314,22 @@ def chain_meaning(chain: Chain, reference: Value | None) -> Value:
 def _equation(chain: Chain, reference: Value | None) -> Value:
     """``x = 3``; ``a + b = 42``; ``1/2 = 0.5``; ``\\sqrt 2 \\approx 1.414``."""
     first, last = chain.sides[0], chain.sides[-1]
-    if chain.relations == ("=",) and isinstance(last, Sym) and 0 not in chain.labels and first is not None:
-        return Equation(last, first, named=True) if reference is None or isinstance(reference, Equation) else first
-    if reference is None or isinstance(reference, Equation):
-        if chain.relations == ("=",) and last is not None:
-            derived = isinstance(first, Sym) and first.name.startswith("\\")
-            return Equation(first, last, named=0 in chain.labels or derived)
-        if reference is None:
-            raise Refusal("several relations")
     exact_sides = chain.relations.index("~") + 1 if "~" in chain.relations else len(chain.sides)
+    if reference is not None and not chain.labels and len(set(chain.sides)) == 1:
+        raise Refusal("a tautology")
+    if chain.relations == ("=",) and isinstance(last, Sym) and 0 not in chain.labels and first is not None:
+        return Equation(last, first, named=True) if reference is None or _has_equation(reference) else first
+    if reference is None or (_has_equation(reference) and len(chain.relations) == 1):
+        last = chain.sides[exact_sides - 1] if exact_sides > 1 else last
+        assert last is not None, "a side behind a relation is parsed"
+        given = first is not None and not symbols(first) | symbols(last)  # `\\log_2 8 = 3`
+        derived = isinstance(first, Sym) and first.name.startswith("\\")
+        several = (
+            isinstance(first, Brackets | Ratio)
+            and isinstance(last, type(first))
+            and all(isinstance(item, Sym) for item in first.items)
+        )
+        return Equation(first, last, named=0 in chain.labels or given or derived or several or isinstance(last, Matrix))
     known = _symbols_of(reference)
     stated = [
         (index, side)
@@ -291,13 +343,16 @@ def _equation(chain: Chain, reference: Value | None) -> Value:
             raise Refusal("two values in one equation")
     if not stated:
         raise Refusal("names without a value")
-    if not rounded:
-        return unnamed[-1]
     if unnamed and not all(_rounds(decimal, unnamed[-1]) for decimal in rounded):
         raise Refusal("two values in one equation")
-    if unnamed and not (isinstance(reference, Num) and reference.decimals):
-        return unnamed[-1]
-    return rounded[-1]
+    takes_exact = unnamed and not (rounded and isinstance(reference, Num) and reference.decimals)
+    value = unnamed[-1] if takes_exact else rounded[-1]
+    keeps_name = isinstance(reference, Equation) and 0 in chain.labels
+    return Equation(first, value, named=True) if keeps_name else value
+
+
+def _has_equation(value: Value) -> bool:
+    return any(isinstance(item, Equation) for item in (value.items if isinstance(value, Listing) else (value,)))
 
 
 def _names(side: Tree, label: bool, known: frozenset[str]) -> bool:
@@ -450,6 +505,9 @@ def _variable(left: Region, right: Region) -> str | None:
 
 
 def equal(answer: Value, reference: Value, rules: Rules) -> bool:
+    if isinstance(answer, Cases) and isinstance(reference, Cases):
+        ours, theirs = _pieces(answer), _pieces(reference)
+        return len(ours) == len(theirs) and _covers(ours, theirs, rules) and _covers(theirs, ours, rules)
     if isinstance(answer, Builder) and isinstance(reference, Builder):
         given, wanted = (_without_variable(meaning(builder.condition)) for builder in (answer, reference))
         return answer.domain == reference.domain and equal(given, wanted, rules)
@@ -482,9 +540,20 @@ def equal(answer: Value, reference: Value, rules: Rules) -> bool:
         return equal(answer, Brackets("(", ")", column), rules)
     if left is not None or right is not None:
         return left is not None and right is not None and _equal_matrices(left, right, rules)
-    if isinstance(answer, Brackets | FiniteSet | Builder | Join):
+    if isinstance(answer, Brackets | FiniteSet | Builder | Cases | Join):
         return False
     return equal_quantities(answer, reference, rules)
+
+
+def _pieces(cases: Cases) -> list[Listing]:
+    """A value and where it holds, for each case."""
+    regions = [None if condition is None else meaning(condition) for _, condition in cases.pieces]
+    known = [region for region in regions if isinstance(region, Region)]
+    rest = complement(functools.reduce(union, known)) if known else Listing(())
+    return [
+        Listing((value, rest if region is None else region), (Sym("value"), Sym("where")))
+        for (value, _), region in zip(cases.pieces, regions, strict=True)
+    ]
 
 
 def _without_variable(value: Value) -> Value:
@@ -497,7 +566,7 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
     if isinstance(answer, Region):
         region = region_of(reference)
         return region is not None and not rules.strict and _equal_regions(answer, region)
-    in_order = _names_different_variables(reference)
+    in_order = len(_letters(reference)) == len(reference.items) > 1  # ``a=3, b=4``, but not ``x_1=3, x_2=4``
     if isinstance(answer, Brackets) and in_order and (answer.opening, answer.closing) == ("(", ")"):
         answer = Listing(answer.items)
     if not isinstance(answer, Listing):
@@ -517,13 +586,14 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
             and len(answer.items) == len(items)
             and all(equal(item, other, rules) for item, other in zip(_coordinates(answer), items, strict=True))
         )
+    if rules.strict and _letters(reference) and not _letters(answer) <= _letters(reference):
+        return False
     return _covers(answer.items, reference.items, rules) and _covers(reference.items, answer.items, rules)
 
 
-def _names_different_variables(listing: Listing) -> bool:
-    """Whether every item has a letter of its own: ``a=3, b=4``, but not ``x_1=3, x_2=4``."""
-    letters = {name.name.partition("_")[0] for name in listing.names if isinstance(name, Sym)}
-    return len(letters) == len(listing.items) > 1
+def _letters(listing: Listing) -> set[str]:
+    """The letters that the items of a list are named by, without indices."""
+    return {name.name.partition("_")[0] for name in listing.names if isinstance(name, Sym)}
 
 
 def _covers(items: Sequence[Value], others: Sequence[Value], rules: Rules) -> bool:
@@ -531,16 +601,30 @@ def _covers(items: Sequence[Value], others: Sequence[Value], rules: Rules) -> bo
 
 
 def _equal_equations(answer: Value, reference: Equation, rules: Rules) -> bool:
+    if isinstance(reference.left, Brackets) and isinstance(reference.right, Brackets):
+        wanted = Listing(reference.right.items, reference.left.items)
+        if isinstance(answer, Equation) and isinstance(answer.left, Brackets) and isinstance(answer.right, Brackets):
+            answer = Listing(answer.right.items, answer.left.items)
+        return _equal_listings(answer, wanted, rules)
     if not isinstance(answer, Equation):
         return (
             reference.named
             and not isinstance(answer, Inequality | Region)
             and equal(answer, _as_set(reference.right), rules)
         )
+    if answer.left is not None and not symbols(answer.left):
+        others = [answer.right, *([reference.left] if reference.left is not None else [])]
+        if not any(equal(answer.left, other, STATED) for other in others):
+            return False  # `4 = 5` states nothing
     solved = reference.named and isinstance(reference.left, Sym) and not symbols(reference.right)
+    if isinstance(reference.left, Ratio) and isinstance(answer.left, Ratio) and answer.left != reference.left:
+        return False
     if reference.named and answer.named and isinstance(reference.left, Op) and isinstance(answer.left, Op):
-        same_name = not symbols(reference.right) or equal(answer.left, reference.left, STATED)  # not `f(2x)` for `f(x)`
+        is_number = not symbols(reference.right) and not isinstance(reference.right, Matrix)
+        same_name = is_number or equal(answer.left, reference.left, STATED)  # not `f(2x)` for `f(x)`
         return same_name and equal(answer.right, reference.right, rules)
+    if answer.left is not None and answer.left == reference.left and equal(answer.right, reference.right, rules):
+        return True
     if answer.left is not None and reference.left is not None and not solved:
         difference, other = (
             Op("+", (e.left, Op("neg", (e.right,)))) for e in (answer, reference) if e.left is not None
@@ -637,6 +721,8 @@ def _equal_ratios(answer: Value, reference: Value, rules: Rules) -> bool:
         return all(len(terms) <= 2 for terms in (left, right)) and equal_quantities(
             _quotient(left), _quotient(right), rules
         )
+    if Fraction(0) in map(exact, (*left, *right)):
+        return len(left) == len(right) and all(map(equal_numbers, left, right))
     return len(left) == len(right) and all(
         equal_quantities(Op("*", (left[0], b)), Op("*", (right[0], a)), STATED)
         for a, b in zip(left, right, strict=True)
@@ -654,14 +740,21 @@ def _quotient(terms: tuple[Tree, ...]) -> Tree:
 
 
 def _matrix_of(value: Value) -> Matrix | None:
-    """A matrix, or a number times a matrix."""
-    if isinstance(value, Matrix):
-        return value
-    if isinstance(value, Op) and value.name == "neg" and isinstance(value.args[0], Matrix):
-        return Matrix(tuple(tuple(Op("neg", (item,)) for item in row) for row in value.args[0].rows))
-    if isinstance(value, Op) and value.name == "*" and isinstance(value.args[1], Matrix):
-        factor = value.args[0]
-        return Matrix(tuple(tuple(_scaled(factor, item) for item in row) for row in value.args[1].rows))
+    """A matrix, a sum of matrices, or a number times a matrix."""
+    if isinstance(value, Matrix) or not isinstance(value, Op):
+        return value if isinstance(value, Matrix) else None
+    matrices = [_matrix_of(part) for part in value.args]
+    left, right = matrices[0], matrices[-1]
+    if value.name == "+" and left is not None and right is not None:
+        if [len(row) for row in left.rows] != [len(row) for row in right.rows]:
+            return None
+        rows = zip(left.rows, right.rows, strict=True)
+        return Matrix(tuple(tuple(Op("+", pair) for pair in zip(*pairs, strict=True)) for pairs in rows))
+    if value.name == "neg" and left is not None:
+        return Matrix(tuple(tuple(Op("neg", (item,)) for item in row) for row in left.rows))
+    if value.name == "*" and (left is None) != (right is None):
+        matrix, factor = (left, value.args[1]) if left is not None else (right, value.args[0])
+        return Matrix(tuple(tuple(_scaled(factor, item) for item in row) for row in matrix.rows)) if matrix else None
     return None
 
 
@@ -742,6 +835,11 @@ def split(tree: Tree) -> tuple[Tree, Measure]:
         if tree.name == "neg":
             value, measure = split(tree.args[0])
             return (Op("neg", (value,)), measure) if measure != Measure() else (tree, measure)
+        if tree.name == "compound":
+            (large, measure), (small, smaller) = map(split, tree.args)
+            factor = units.factor(smaller, measure) if measure.units and smaller.units else None
+            whole = None if factor is None or factor >= 1 else exact(Op("+", (large, Op("*", (small, Num(factor))))))
+            return (tree, Measure()) if whole is None else (Num(whole), measure)
         if tree.name in ("*", "/"):
             left, right = split(tree.args[0]), split(tree.args[1])
             if left[1] == right[1] == Measure() and not any(isinstance(part, UnitWords) for part in tree.args):

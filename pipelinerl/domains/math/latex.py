@@ -45,7 +45,10 @@ class UnitWords:
 
 @dataclass(frozen=True)
 class Op:
-    """``name`` is one of ``+ * / ^ neg pm mp root log abs ! binom`` or the name of a function."""
+    """``name`` is one of ``+ * / ^ neg pm mp root log abs ! binom mod compound`` or the name of a function.
+
+    ``compound`` is a sum of measures: ``2 h 30 min``.
+    """
 
     name: str
     args: tuple["Tree", ...]
@@ -69,10 +72,19 @@ class FiniteSet:
 
 @dataclass(frozen=True)
 class Builder:
-    """The set of all values for which a condition holds. ``domain`` is what they are taken from, if it is not ℝ."""
+    """The set of all values of an element for which a condition holds."""
 
+    element: "Tree"
     condition: "Statement"
     domain: "Tree | None" = None
+    """What the element is taken from, if it is not ℝ."""
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A value for each of several conditions. None: where no other holds."""
+
+    pieces: tuple[tuple["Tree", "Statement | None"], ...]
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ class Statement:
 
 
 REAL_LINE = Brackets("(", ")", (Op("neg", (Sym("infty"),)), Sym("infty")))
-Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Join | Ratio | Matrix | Based | Clock
+Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Cases | Join | Ratio | Matrix | Based | Clock
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "_": "₀₁₂₃₄₅₆
 VULGAR = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒"
 DEGREE = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
 PRIMES = re.compile(r"\^\s*(?:\\prime(?![A-Za-z])|\{(?:\s*\\prime)+\s*\})")
+MODULUS = re.compile(r"\(\s*\\[bp]?mod\s*\{?(\w+)\}?\s*\)|\\text\s*\{\s*\(mod (\w+)\)\s*\}")
 NO_MEANING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|ensuremath|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
     r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
@@ -177,7 +190,7 @@ NUMBER = re.compile(
     r"(?P<grouped>(?<![\d.])\d{1,3}(?:(?:\{,\}\d{3})+|(?:,\d{3})+|(?: \d{3})+)(?![\d])(?:\.\d+)?)"
     r"|(?P<plain>\d+\.\d+|\d+|\.\d+)(?:[eE](?P<exponent>[+-]?\d{1,4})(?![\d.]))?"
 )
-TAKES_ARGUMENT = _words("^ _ frac dfrac tfrac cfrac sqrt binom dbinom tbinom")
+TAKES_ARGUMENT = _words("^ _ frac sqrt binom")
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
 NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*([a-z]+)\s*\}")
 RATIO = re.compile(r"\s*(\d+)\s+(to|in|out of)\s+(\d+)\s*")
@@ -191,10 +204,13 @@ FUNCTIONS = _words(
 PLAIN_WORDS = {"sqrt", "pi", "infty", *FUNCTIONS}
 """Commands that are understood without their backslash."""
 OTHER_NAMES = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "frac"), **dict.fromkeys(("dbinom", "tbinom"), "binom"),
     "tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "cosec": "csc", "sh": "sinh", "ch": "cosh",
     "th": "tanh",
 }  # fmt: skip
-"""What functions are called elsewhere."""
+"""Other names of commands."""
+OPENING = ("(", "[", "{", "\\{")
+CLOSING = (")", "]", "}", "\\}")
 DOTS = ("ldots", "dots", "cdots")
 UNDONE = _words(
     """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
@@ -219,7 +235,6 @@ QUALIFIERS = _words(
 )
 """Words that make a statement about a number instead of naming it."""
 RATIO_WORDS = ("to", "in", "out of")
-FOR_ALL = ("for all", "for any", "for every", "for each", "for all real", "for every real", "for all real numbers")
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words behind a number that are part of it."""
 NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d)(\s+[A-Za-z][A-Za-z ]*)")
@@ -235,15 +250,61 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
     Raises:
         NotParsedError: the grammar does not cover the text.
     """
-    tokens = without_braces(tokenize(text))
+    tokens, parameter = _without_quantifier(without_braces(tokenize(text)))
     if (known := _known_words(_words_of(tokens))) is not None:
         return Statement((Chain((known,)),))
     reader = Parser(tokens, bare_units)
     answer = reader.answer(frozenset())
-    reader.skip_for_all()
     if reader.next is not None:
         raise NotParsedError(f"{reader.next.text!r} is not expected")
-    return answer
+    return _family(answer if parameter is None else Statement((*answer.items, parameter), answer.separator or ","))
+
+
+QUANTIFIER = re.compile(
+    r"(?P<clause>\(|for|where|with)?(?P<all> ?(?:all|any|every|each|some))?"
+    r"(?: ?(?P<kind>integer|real)s?(?: values?| numbers?)?(?: of)?)? ?\b(?P<name>[a-z])"
+    r"(?P<integer> is an?y?(?: arbitrary)? integer| an integer)?(?P<taken> in mathbb (?:\{ )?(?P<set>[A-Z])(?: \})?)?"
+    r" ?\)?"
+)
+"""What a name behind an answer stands for: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
+
+
+def _without_quantifier(tokens: list[Token]) -> tuple[list[Token], Chain | None]:
+    """Takes what the end of an answer says of a name. Of a real number it says nothing."""
+    for at in range(1, len(tokens)):
+        match = QUANTIFIER.fullmatch(" ".join(" ".join(token.text for token in tokens[at:]).split()).strip(" ,."))
+        if match is None or not (
+            (match["clause"] and (match["all"] or match["kind"] or match["taken"])) or match["integer"]
+        ):
+            continue
+        if not match["clause"] and tokens[at - 1].text != ",":
+            continue
+        at -= tokens[at - 1].text == ","
+        domain = match["set"] or ("Z" if match["kind"] == "integer" or match["integer"] else "R")
+        return tokens[:at], None if domain == "R" else Chain((Sym(match["name"]), Sym(f"mathbb {domain}")), ("in",))
+    return tokens, None
+
+
+def _family(answer: Statement) -> Statement:
+    """Writes a set of expressions and a class of residues as ``7k + 3, k \\in \\mathbb{Z}``."""
+    chain = answer.items[0]
+    last = chain.sides[-1]
+    if len(answer.items) > 1 or not set(chain.relations) <= {"=", "in"}:
+        return answer
+    if isinstance(last, Op) and last.name == "mod":
+        value, modulus = last.args
+        last = Builder(
+            Op("+", (value, Op("*", (modulus, Sym("integer"))))),
+            Statement((Chain((Sym("integer"), Sym("mathbb Z")), ("in",)),)),
+        )
+    if not isinstance(last, Builder) or last.domain is not None:
+        return answer
+    conditions = last.condition.items
+    if isinstance(last.element, Sym):
+        is_given = conditions[0].relations == ("=",) and conditions[0].sides[0] == last.element
+        return last.condition if is_given else answer
+    relations = tuple("=" for _ in chain.relations)
+    return Statement((Chain((*chain.sides[:-1], last.element), relations, chain.labels), *conditions), ",")
 
 
 @dataclass(frozen=True)
@@ -297,11 +358,12 @@ def _words_of(tokens: list[Token]) -> str:
     return " ".join(joined.replace("-", " ").lower().split()).strip(" .")
 
 
-UNITS = (
+UNITS = re.findall(
+    r"\w+",
     """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen"""
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+    eighteen nineteen""",
+)
+TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
 NAMED_SETS: dict[str, Tree] = {
     **dict.fromkeys(("all real numbers", "all reals", "any real number", "every real number"), REAL_LINE),
     **dict.fromkeys(
@@ -334,14 +396,20 @@ def _known_words(words: str) -> Tree | None:
 
 
 def without_braces(tokens: list[Token]) -> list[Token]:
-    """Drops braces around all tokens, which are left of a command without meaning: ``\\mathbf{x = 3}``."""
+    """Drops braces around all tokens, which are left of a command without meaning, and brackets around equations."""
     if any(token.text in ("choose", "over") for token in tokens):
         return tokens  # they split the group that they are in
     depth = 0
+    inside = set()
     for at, token in enumerate(tokens):
-        depth += (token.text == "{") - (token.text == "}")
+        depth += (token.text in OPENING) - (token.text in CLOSING)
+        if depth == 1:
+            inside.add(token.text)
         if depth == 0:
-            return without_braces(tokens[1:-1]) if 0 < at == len(tokens) - 1 else tokens
+            drop = tokens[0].text == "{" or (
+                tokens[0].text in OPENING and "=" in inside and not inside & {":", "mid", "|"}
+            )
+            return without_braces(tokens[1:-1]) if drop and 0 < at == len(tokens) - 1 else tokens
     return tokens
 
 
@@ -352,7 +420,7 @@ def _plain_characters(text: str) -> str:
         text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
     text = re.sub(f"[{VULGAR}]", lambda one: _vulgar(one[0]), text)
     text = re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
-    text = DEGREE.sub("°", text)
+    text = re.sub(r",\s*\\!\s*(?=\d{3}(?!\d))", "{,}", MODULUS.sub(r"\\pmod{\1\2}", DEGREE.sub("°", text)))
     text = PRIMES.sub(lambda primes: "'" * primes[0].count("prime"), text)
     return text.replace("<=", r"\le ").replace(">=", r"\ge ")
 
@@ -516,7 +584,7 @@ class Parser:
     def answer(self, ends: frozenset[str]) -> Statement:
         items, separator = [self.item(ends)], ""
         while (found := self.separator()) is not None:
-            if self.next is None and found == ",":
+            if found == "," and (self.next is None or (self.sees("\\", "end") and "end" in ends)):
                 break
             separator = found if separator in ("", ",") else separator
             items.append(self.item(ends))
@@ -574,21 +642,12 @@ class Parser:
             raise NotParsedError("a name without a value")
         return Chain(tuple(sides), tuple(relations), frozenset(labels))
 
-    def skip_for_all(self) -> None:
-        """Skips ``\\text{ for all } x \\in \\mathbb{R}`` at the end: nothing may follow but a letter and its set."""
-        token = self.next
-        if token is None or token.kind != "text" or token.text.strip(" ,.").lower() not in FOR_ALL:
-            return
-        rest = self._tokens[self._position + 1 :]
-        if all(token.kind == "letter" or token.text in ("in", "mathbb", "{", "}") for token in rest):
-            self._position = len(self._tokens)
-
     def _at_end_of_side(self, ends: frozenset[str]) -> bool:
         token = self.next
         if token is None or (token.kind in ("sym", "cmd") and token.text in RELATIONS):
             return True
         if token.kind == "text":
-            return token.text.strip(" ,.").lower() in ("or", "and", "", *FOR_ALL)
+            return token.text.strip(" ,.").lower() in ("or", "and", "")
         return token.text in ends or token.text in (",", ";") or token.text in CONNECTIVES
 
     def skip_label(self) -> None:
@@ -636,7 +695,7 @@ class Parser:
     def _behind_argument(self, at: int) -> int:
         if at < len(self._tokens) and self._tokens[at].text == "{":
             return self._behind_group(at)
-        return at + 1
+        return min(at + 1, len(self._tokens))
 
     def _behind_group(self, at: int) -> int:
         depth = 0
@@ -682,6 +741,10 @@ class Parser:
                 raise NotParsedError("two signs in a row")
             following = self.term()
             total = Op("+" if sign == "-" else sign, (total, Op("neg", (following,)) if sign == "-" else following))
+        while self._measure_follows():
+            total = Op("compound", (total, self.term()))
+        if self.accept("pmod", "mod"):
+            total = Op("mod", (total, self.argument(whole_number=True)))
         self._depth -= 1
         return total
 
@@ -702,7 +765,7 @@ class Parser:
         start = self._position
         product = self.factor()
         while True:
-            if self.sees("bmod", "mod", "pmod"):
+            if self.sees("bmod"):
                 return self._undone(start)
             if (operator := self.accept("*", "/")) is not None:
                 negative = self.accept("-") is not None
@@ -715,22 +778,34 @@ class Parser:
             else:
                 return product
 
-    def _factor_follows(self) -> bool:
-        token = self.next
-        if token is None:
+    def _factor_follows(self, ahead: int = 0) -> bool:
+        token = self.peek(ahead)
+        if token is None or self._measure_follows():
             return False
         if token.kind == "text":
-            ends = token.text.strip(" ,.").lower() in ("or", "and", "to", "", *FOR_ALL)
+            ends = token.text.strip(" ,.").lower() in ("or", "and", "to", "")
             return not ends and not self._sees_ratio_word()
         if token.kind in ("num", "letter"):
             return True
         if token.kind == "sym":
+            if token.text == "[":
+                behind = self.peek(1)  # nothing but the end, a comma or a joining sign is behind `]0, 1[`
+                return behind is not None and (behind.text == "-" or self._factor_follows(1))
             return token.text in ("(", "{", "$", "%", "°") or (token.text == "|" and not self._in_bars)
         return token.text in (
             FUNCTIONS | GREEK | UNDONE | DECORATED | CURRENCY.keys()
-            | {"frac", "dfrac", "tfrac", "cfrac", "sqrt", "pi", "infty", "binom", "dbinom", "tbinom", "begin",
-               "mathbb"}
+            | {"frac", "sqrt", "pi", "infty", "binom", "begin", "mathbb"}
         )  # fmt: skip
+
+    def _measure_follows(self) -> bool:
+        """Whether a number comes behind a unit: ``2 h 30 min``, ``7° 30'``."""
+        token, before = self.next, self._tokens[self._position - 1]
+        return (
+            self._position > 0
+            and token is not None
+            and token.kind == "num"
+            and (before.kind == "text" or before.text in ("°", "'"))
+        )
 
     _in_bars = False
 
@@ -740,7 +815,7 @@ class Parser:
         assert token is not None
         if before.kind == "num" and isinstance(left, Num) and left.value.denominator == 1 and left.decimals is None:
             start = self._position
-            if token.kind == "cmd" and token.text.endswith("frac"):
+            if token.kind == "cmd" and token.text == "frac":
                 part = _fraction_of_integers(self.atom())
                 if part is not None and not self.sees("^", "_", "!"):
                     return self._postfixed(Num(left.value + (part if left.value >= 0 else -part)), start)
@@ -751,7 +826,7 @@ class Parser:
                 if part is not None and part < 1:
                     self._position += 3
                     return self._postfixed(Num(left.value + part), start)
-        if token.kind == "num" and (before.kind in ("num", "text") or _ends_in_number(left)):
+        if token.kind == "num" and (before.kind == "num" or _ends_in_number(left)):
             raise NotParsedError("two numbers side by side")
         return Op("*", (left, self.factor()))
 
@@ -803,7 +878,7 @@ class Parser:
         while (token := self.next) is not None:
             if token.text == "^" and token.kind == "sym":
                 self._position += 1
-                base = self._raised(base)
+                base = self._raised(base, start)
             elif token.text == "_" and token.kind == "sym":
                 self._position += 1
                 base = self._subscripted(base)
@@ -819,7 +894,10 @@ class Parser:
                 self._position += 1
                 base = Op("*", (base, UnitWords(CURRENCY[token.text])))
             elif self.accept("'"):
-                base = Sym(self.source(start))
+                if isinstance(base, Num) and self._tokens[max(start - 1, 0)].text in ("°", "'"):
+                    base = Op("*", (base, UnitWords("arcsecond" if self.accept("'") else "arcminute")))
+                else:
+                    base = Sym(self.source(start))
             else:
                 break
         return base
@@ -829,15 +907,16 @@ class Parser:
         following = self.peek(1)
         return following is not None and (following.kind == "num" or following.text == "(")
 
-    def _raised(self, base: Tree) -> Tree:
+    def _raised(self, base: Tree, start: int) -> Tree:
         if (column := self._transposed(base)) is not None:
             return column
         if base == REAL_LINE and (sign := self._sign()) is not None:
             zero, infinity = Num(Fraction(0)), Sym("infty")
             return Brackets("(", ")", (zero, infinity) if sign == "+" else (Op("neg", (infinity,)), zero))
+        power = self.argument(whole_number=True)
         if isinstance(base, Matrix | Brackets | FiniteSet | Join):
-            raise NotParsedError("a power of what is no number")
-        return Op("^", (base, self.argument(whole_number=True)))
+            return Sym("\\" + self.source(start))
+        return Op("^", (base, power))
 
     def _sign(self) -> str | None:
         """The sign in ``\\mathbb{R}^+`` and ``\\mathbb{R}^{-}``."""
@@ -873,8 +952,8 @@ class Parser:
         index = self.source(start).strip("{} ").replace("{ ", "").replace(" }", "")
         if isinstance(base, Num):
             index = index.strip("() ")
-        if isinstance(base, Sym):
-            return Sym(f"{base.name}_{index}")
+        if isinstance(base, Sym | UnitWords):
+            return Sym(f"{base.name if isinstance(base, Sym) else base.words}_{index}")
         if isinstance(base, Num) and base.value.denominator == 1 and abs(base.value) < 10**base.digits:
             base_name = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}.get(
                 re.sub(r"\s", "", index), re.sub(r"\s", "", index)
@@ -960,12 +1039,13 @@ class Parser:
         if opening in ("(", "[", "]"):
             return self._tuple(opening)
         if opening == "|":
+            start = self._position - 1
             outer, self._in_bars = self._in_bars, True
             tree = self.side()
             self._in_bars = outer
             self.expect("|")
             if isinstance(tree, Matrix | FiniteSet | Brackets):
-                raise NotParsedError("bars around what is no number")
+                return Sym("\\" + self.source(start))
             return Op("abs", (tree,))
         if opening in CURRENCY:
             return Op("*", (UnitWords(CURRENCY[opening]), self._amount()))
@@ -982,9 +1062,7 @@ class Parser:
         closing = self.expect(")", "]", "[")
         self._in_bars = outer
         trees = tuple(_single(chain) for chain in inner.items)
-        if len(trees) == 1 and opening == "(" and closing == ")":
-            return trees[0]
-        if len(trees) == 1 and isinstance(trees[0], Matrix):
+        if len(trees) == 1 and opening + closing in ("()", "[]"):
             return trees[0]
         if inner.separator not in ("", ","):
             raise NotParsedError("words inside brackets")
@@ -993,11 +1071,13 @@ class Parser:
     def _set(self) -> Tree:
         if self.accept("\\}"):
             return FiniteSet(())
+        outer, self._in_bars = self._in_bars, True
         inner = self.answer(frozenset({"\\}", ":", "mid", "|"}))
+        self._in_bars = outer
         if self.accept(":", "mid", "|"):
             condition = self.answer(frozenset({"\\}"}))
             self.expect("\\}")
-            return Builder(condition, _domain(inner))
+            return _builder(inner, condition)
         self.expect("\\}")
         if inner.separator not in ("", ","):
             raise NotParsedError("words inside a set")
@@ -1005,7 +1085,7 @@ class Parser:
 
     def _command(self, name: str) -> Tree:
         start = self._position - 1
-        if name in ("frac", "dfrac", "tfrac", "cfrac"):
+        if name == "frac":
             return self._fraction(start)
         if name == "sqrt":
             degree: Tree = Num(Fraction(2))
@@ -1015,7 +1095,7 @@ class Parser:
             return Op("root", (degree, self.argument()))
         if name in FUNCTIONS:
             return self._function(name)
-        if name in ("binom", "dbinom", "tbinom"):
+        if name == "binom":
             return Op("binom", (self.argument(), self.argument()))
         if name in UNDONE:
             return self._undone(start)
@@ -1027,7 +1107,7 @@ class Parser:
             return self._matrix()
         if name in ("pi", "infty"):
             return Sym(name)
-        if name in DOTS and self._stands_alone(start):
+        if name in DOTS:
             return Sym("\\ldots")
         if name in ("emptyset", "varnothing"):
             return FiniteSet(())
@@ -1047,13 +1127,6 @@ class Parser:
                 raise NotParsedError(f"\\{name} over digits")
             return Sym(self.source(start))
         raise NotParsedError(f"\\{name} is not expected")
-
-    def _stands_alone(self, at: int) -> bool:
-        """Whether the token is an item of a list."""
-        before, following = self._tokens[at - 1] if at else None, self.next
-        return (before is not None and before.text in (",", ";")) and (
-            following is None or following.text in (",", ";", "\\}", ")", "]")
-        )
 
     def _greek_unit(self, name: str) -> UnitWords | None:
         """``\\Omega`` and ``\\mu\\text{m}`` behind a number."""
@@ -1126,7 +1199,7 @@ class Parser:
         return Op("log", (argument, base))
 
     def _function_argument(self) -> Tree:
-        if self.sees("(", "{", "|"):
+        if self.sees("(", "[", "{", "|"):
             return self.atom()
         if self.sees("-"):
             self._position += 1
@@ -1143,10 +1216,15 @@ class Parser:
     def _matrix(self) -> Tree:
         start = self._position
         name = self._environment()
+        if name == "vmatrix":
+            self._position = start - 1
+            return self._undone(start - 1)
         if name == "array" and self.sees("{"):
             self._position = self._behind_group(self._position)
-        if name not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix"):
+        if name not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "cases"):
             raise NotParsedError(f"the environment {name!r}")
+        if name == "cases":
+            return self._cases()
         rows: list[tuple[Tree, ...]] = []
         row: list[Tree] = []
         while not self.sees("end"):
@@ -1164,6 +1242,24 @@ class Parser:
         if self._environment() != name or len({len(row) for row in rows}) != 1:
             raise NotParsedError(f"rows of different lengths in {self.source(start)[:40]!r}")
         return Matrix(tuple(rows))
+
+    def _cases(self) -> Cases:
+        pieces: list[tuple[Tree, Statement | None]] = []
+        while not self.sees("end"):
+            value = self.side()
+            self.accept(",")
+            self.accept("&")
+            word = self.next.text.strip(" ,.") if self.next is not None and self.next.kind == "text" else ""
+            self._position += word in ("if", "for", "when", "where", "otherwise", "else")
+            pieces.append(
+                (value, None if word in ("otherwise", "else") else self.answer(frozenset({"\\", "end", "."})))
+            )
+            self.accept(".")
+            if not self.accept("\\") and not self.sees("end"):
+                raise NotParsedError("cases are not closed")
+        self._position += 1
+        self._environment()
+        return Cases(tuple(pieces))
 
     def _row_gap(self) -> int | None:
         """The position behind ``[2pt]`` after ``\\\\``."""
@@ -1196,10 +1292,13 @@ def _clock(items: list[Tree]) -> Clock | None:
     return Clock(hour % 12 * 60 + minute, half) if 1 <= hour <= 12 and 0 <= minute < 60 else None
 
 
-def _domain(variable: Statement) -> Tree | None:
-    """What ``x \\in D`` takes the variable from. None: from ℝ."""
+def _builder(variable: Statement, condition: Statement) -> Builder:
     (chain,) = variable.items if len(variable.items) == 1 else (Chain((None,)),)
-    return chain.sides[1] if chain.relations == ("in",) and chain.sides[1] != REAL_LINE else None
+    element = chain.sides[0]
+    if element is None or chain.relations not in ((), ("in",)):
+        raise NotParsedError("a set of what is no single value")
+    domain = chain.sides[1] if chain.relations else REAL_LINE
+    return Builder(element, condition, None if domain == REAL_LINE else domain)
 
 
 def _single(chain: Chain) -> Tree:

@@ -40,7 +40,7 @@ def registry() -> Any:
 @functools.lru_cache(maxsize=4096)
 def read(words: str) -> Measure:
     """Returns the unit that words name, else their nouns."""
-    text = re.sub(r"\\[,;: ]|~", " ", words).replace("°", "deg").replace("{", "").replace("}", "")
+    text = re.sub(r"\\[,;: ]|~|\\cdot(?![A-Za-z])", " ", words).replace("°", "deg").replace("{", "").replace("}", "")
     text = re.sub(r"\s+", " ", text).strip(" .,")
     if (unit := _expression(text)) is not None:
         return Measure(units=((unit, Fraction(1)),))

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -20,9 +21,7 @@ CONSTANTS: dict[str, Any] = {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "+": operator.add, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "abs": abs,
 }  # fmt: skip
-FUNCTIONS = frozenset(
-    """sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh""".split()
-)
+FUNCTIONS = re.compile("(?:arc)?(?:sin|cos|tan|sinh|cosh|tanh)|cot|sec|csc")
 
 
 class NoValueError(ValueError):
@@ -90,7 +89,7 @@ def changed(tree: Tree, change: Callable[[Tree], Tree]) -> Tree:
         case Op():
             return Op(tree.name, tuple(map(change, tree.args)))
         case Brackets() | FiniteSet() | Ratio() | Join():
-            return dataclasses.replace(tree, items=tuple(map(change, tree.items)))
+            return dataclasses.replace(tree, items=tuple(map(change, tree.items)))  # type: ignore[arg-type]
         case Matrix():
             return Matrix(tuple(tuple(map(change, row)) for row in tree.rows))
     return tree
@@ -177,7 +176,7 @@ def _operation(name: str, values: list[Any], log_base: int) -> Any:
             if len(values) == 2:
                 return mpmath.log(left) / mpmath.log(right)
             return mpmath.log(left) / (mpmath.log(log_base) if log_base else 1)
-    if name not in FUNCTIONS:
+    if not FUNCTIONS.fullmatch(name):
         raise NoValueError(f"{name} has no value")
     return getattr(mpmath, name.replace("arc", "a"))(left)
 

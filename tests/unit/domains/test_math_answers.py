@@ -1,7 +1,8 @@
 r"""Answers that a fair examiner accepts or refuses, in the tables of ``math_answers/``.
 
-``honest`` and ``cheats`` were written beside the rules, ``exam_…`` before them, ``third_…`` after them without a look
-at them, and ``fourth_…`` by another reader, who then added what lies beside the answers that had been judged wrongly.
+``honest`` and ``cheats`` were written beside the rules, ``exam_…`` before them. ``kinds_…`` has what students write, by
+kind; ``variants_…`` other orders, spellings and units, and what lies beside answers that were judged wrongly;
+``datasets_…`` references in the forms of published data sets.
 """
 
 from pathlib import Path
@@ -12,8 +13,8 @@ from pipelinerl.domains.math import units
 from pipelinerl.domains.math.judge import judge, parse_with_library
 from pipelinerl.domains.math.latex import NotParsedError, parse
 
-HONEST = ("honest", "exam_honest", "third_honest", "fourth_honest")
-CHEATS = ("cheats", "exam_cheats", "third_cheats", "fourth_cheats")
+HONEST = ("honest", "exam_honest", "kinds_honest", "variants_honest", "datasets_honest")
+CHEATS = ("cheats", "exam_cheats", "kinds_cheats", "variants_cheats", "datasets_cheats")
 TABLES = Path(__file__).with_name("math_answers")
 
 
