@@ -66,7 +66,7 @@ def test_skypilot_reads_the_task_and_refuses_an_unknown_field(python: str, tmp_p
     done = read(python, document, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     task = json.loads(done.stdout.splitlines()[-1])
-    assert (task["nodes"], task["accelerators"], task["cpus"]) == (2, {"H100": 8}, "8+")
+    assert (task["nodes"], task["accelerators"], task["cpus"]) == (2, {"H100": 8}, f"{deployment.cores}+")
     assert task["secrets"] == ["PIPELINERL_SECRET"]
     assert "registry/prl:1" in str(task["image"])
     assert "pipelinerl.launch --config-name=base_2node" in task["run"]
