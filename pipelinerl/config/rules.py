@@ -39,6 +39,12 @@ DISTORTING: Mapping[str, tuple[Any, ...]] = {
 
 METRICS_OF_ALL = ("reward", "success", "no_error", "no_answer")
 """Metrics of every rollout (`pipelinerl.rollouts.BaseMetrics`)."""
+DOMAIN_NAME_BYTES = 64
+"""Longest name of a domain: it is in the name of every group, of which files have their names."""
+SFT_DOMAIN = "sft"
+"""Domain of the conversations of `sft.datasets` in records."""
+METRIC_GROUPS = ("eval", "failures", "groups_dropped", "loop_blocked_s", "mix", "published_before_miss", "refused")
+"""First parts of the actor's own metrics, such as `eval/success`. A domain's are `<domain>/success`."""
 CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "max_tokens")
 """Keys of a judge that asks for an opinion."""
 
@@ -345,6 +351,24 @@ def judges_can_judge(config: Config) -> str | None:
     return None
 
 
+def domains_are_told_apart(config: Config) -> str | None:
+    """Refuses names of domains that are equal, or that metrics and groups could not be told apart by."""
+    names = [domain.name for domain in config.domains or ()]
+    for name in names:
+        entry = f"`domains` entry {name!r}"
+        if names.count(name) > 1:
+            return f"{entry} is there {names.count(name)} times: give every domain a name of its own"
+        if not name.isprintable() or "/" in name or name != name.strip() or not name:
+            return f"{entry} has a name with a slash, a control character or spaces around it, or none: choose another"
+        if len(name.encode()) > DOMAIN_NAME_BYTES:
+            return f"{entry} has a name of {len(name.encode())} bytes: choose one of at most {DOMAIN_NAME_BYTES}"
+        if name in METRIC_GROUPS:
+            return f"{entry} has a name with which metrics of the run begin (`{name}/…`): choose another"
+        if name == SFT_DOMAIN and config.sft.datasets:
+            return f"{entry} has the name of the conversations of `sft.datasets`: choose another"
+    return None
+
+
 def sampler_takes_its_arguments(config: Config) -> str | None:
     if config.actor.sampler is None and config.actor.sampler_kwargs:
         return (
@@ -356,6 +380,7 @@ def sampler_takes_its_arguments(config: Config) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     renderer_is_alone,
+    domains_are_told_apart,
     judges_can_judge,
     deltas_in_store_are_said,
     store_is_reached_by_all,

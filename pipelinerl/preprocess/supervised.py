@@ -16,6 +16,7 @@ import numpy as np
 
 from pipelinerl.chat.conversations import answered_texts, batch_spans
 from pipelinerl.chat.rendering import ChatRenderer, template_options
+from pipelinerl.config.rules import SFT_DOMAIN
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import describe_error
 from pipelinerl.domains.datasets import rows_of
@@ -146,7 +147,7 @@ class SupervisedData:
         return Sample(
             sample_id=f"{name}/0",
             group_id=name,
-            domain="sft",
+            domain=SFT_DOMAIN,
             source=(0, 0),
             reward=0.0,
             sequences=tuple((number, sequence) for number, (sequence, _) in enumerate(found)),

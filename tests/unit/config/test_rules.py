@@ -36,6 +36,18 @@ def test_check_base_configuration_has_no_hint(base: Config) -> None:
     assert rules.hints(base) == []
 
 
+def domain(name: str) -> dict[str, object]:
+    return {
+        "name": name,
+        "weight": 1.0,
+        "rollout_policy": "a.rollout",
+        "dataset_loader": "a.load",
+        "dataset_loader_params": {},
+        "train_dataset_names": ["train"],
+        "test_dataset_names": [],
+    }
+
+
 REFUSED = {
     "deltas_in_store_are_said": {"weights__backend": "store", "weights__delta": "auto"},
     "store_is_reached_by_all": {"weights__backend": "store", "streams__backend": "redis"},
@@ -49,6 +61,7 @@ REFUSED = {
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
     "renderer_is_alone": {"llm__renderer": "qwen3", "llm__chat_template": "own.jinja"},
+    "domains_are_told_apart": {"domains": [domain("a/b")]},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
@@ -298,6 +311,37 @@ def test_loss_that_names_what_nothing_computes_is_refused(
             rules.check_rules(config)
     else:
         rules.check_rules(config)
+
+
+def test_names_of_domains_are_kept_as_they_are(base: Config) -> None:
+    names = ["Math", "math", "math-1", "math 1", "math.1", "test", "train", "sft", "数学", "a:b@c=d,{e}%", "x" * 64]
+    rules.check_rules(changed(base, domains=[domain(name) for name in names]))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["math", "code", "math"], ("math", 2)),
+        (["math/level_1"], ("math/level_1", "slash")),
+        ([""], ("''",)),
+        (["math "], ("'math '", "spaces")),
+        (["math\n"], ("control character",)),
+        (["x" * 65], (65, 64)),
+        (["数" * 22], (66, 64)),
+        *((["math", group], (group, f"{group}/")) for group in rules.METRIC_GROUPS),
+    ],
+)
+def test_domains_that_could_not_be_told_apart_are_refused(
+    base: Config, names: list[str], words: tuple[str | int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=says("domains", *words)):
+        rules.check_rules(changed(base, domains=[domain(name) for name in names]))
+
+
+def test_domain_has_another_name_than_the_conversations_beside_it(base: Config) -> None:
+    beside = {"sft__datasets": ["rows.jsonl"], "sft__per_step": 1}
+    with pytest.raises(ConfigError, match=says("domains", "sft", "sft.datasets")):
+        rules.check_rules(changed(base, domains=[domain("sft")], **beside))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from pipelinerl.config import docs
+from pipelinerl.config.rules import METRIC_GROUPS
 from pipelinerl.finetune.diagnostics import LAG_COUNTS
 from pipelinerl.observability import catalogue
 from pipelinerl.observability.catalogue import (
@@ -76,6 +77,11 @@ def test_undeclared_knows_names_and_patterns(role: str, name: str, known: bool):
 def test_undeclared_takes_any_name_where_the_domains_are_unknown():
     assert undeclared("actor", ["num_turns", "math/num_turns", "openai/gsm8k/c"]) == []
     assert undeclared("preprocessor", ["tokens", "math/tokens"]) == ["math/tokens"]
+
+
+def test_no_domain_has_the_name_of_a_group_of_the_actors_own_metrics():
+    own = {name.partition("/")[0] for name in ActorMetric if "/" in name and not name.startswith("{")}
+    assert own == set(METRIC_GROUPS)
 
 
 def test_warn_undeclared_names_the_metric():
