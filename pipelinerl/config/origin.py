@@ -15,8 +15,8 @@ from typing import Any
 
 from pipelinerl.config.paths import RUN_CONFIG, RUN_ORIGIN
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-"""A name of a data set whose path ends so is a local file."""
+DATA_FILE = re.compile(r"(?P<path>.+\.(?:jsonl|json|parquet|csv))(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)")
+"""Name of a data set in a local file, or in several by a pattern."""
 FREE_FORM = ("dataset_loader_params", "domain", "environment", "environments", "vllm_config")
 """Sections of the user's own, where any text may be a path. It is one if it looks like one and is there."""
 
@@ -73,11 +73,22 @@ def _with_absolute_data(section: Mapping[str, Any], base: Path) -> dict[str, Any
 
 
 def _absolute_data(name: str, base: Path) -> str:
-    """`data/rows.jsonl@train` → `/home/me/data/rows.jsonl@train`. Names of data sets elsewhere stay."""
-    match = re.match(r"[^:@]*", name)
-    assert match is not None, "it matches everything"
-    path, rest = match[0], name[match.end() :]
-    return _absolute(path, base) + rest if path.endswith(DATA_SUFFIXES) and not rest.startswith("://") else name
+    """`data/rows.jsonl` → `/home/me/data/rows.jsonl`. Names of data sets elsewhere stay."""
+    found = data_file(name, base)
+    return name if found is None else _absolute(found[0], base) + found[1]
+
+
+def data_file(name: str, base: Path = Path()) -> tuple[str, str] | None:
+    """Returns path and `:config@split` of a data set in local files. None: the name is that of one elsewhere.
+
+    A path with a colon or an `@` must begin as one (`/`, `./`, `../`, `~`), or be there.
+    """
+    match = DATA_FILE.fullmatch(name)
+    if match is None or "://" in name:
+        return None
+    path = match["path"]
+    is_path = not re.search("[:@]", path) or _looks_local(path) or (base / path).is_file()
+    return (path, match["part"]) if is_path else None
 
 
 def _absolute_model(path: str, base: Path) -> str:

@@ -1,7 +1,8 @@
 """Loads problems: reads Hugging Face data sets and local files row by row, or generates problems from a seed.
 
-A dataset is named by ``<path or name>[:<config>][@<split>]``: ``data/train.jsonl``, ``data/*.parquet``,
-``problems.csv``, ``openai/gsm8k:main@train``. An address of a JSON file (``https://…/rows.json``) works as well.
+A dataset on the Hugging Face hub is named by ``<name>[:<config>][@<split>]``, as ``openai/gsm8k:main@train``. Others
+are files and patterns of files: ``data/train.jsonl``, ``data/*.parquet``, ``problems.csv``. An address of a JSON file
+(``https://…/rows.json``) works as well.
 """
 
 import csv
@@ -14,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pipelinerl.config.origin import data_file
 from pipelinerl.errors import DomainError
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 HELD_OUT_EVERY = 10
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
 
@@ -92,15 +93,24 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
 def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
     if name.startswith("https://"):
         return hub_rows("json", None, "train", streaming, data_files=name)
+    if (local := data_file(name)) is not None:
+        return local_rows(name, *local)
     match = NAME.fullmatch(name)
     if match is None:
-        raise DomainError(f"dataset {name!r} is not of the form <path or name>[:<config>][@<split>]")
-    if match["path"].endswith(FILE_SUFFIXES):
-        files = sorted(glob.glob(match["path"], recursive=True))
-        if not files:
-            raise DomainError(f"dataset {name!r}: no such file")
-        return (row for file in files for row in file_rows(Path(file)))
+        raise DomainError(f"dataset {name!r} is not of the form <name>[:<config>][@<split>], nor a file or a pattern")
     return hub_rows(match["path"], match["config"], match["split"] or "train", streaming)
+
+
+def local_rows(name: str, path: str, part: str) -> Iterator[Any]:
+    """Yields the rows of a file, or of those that a pattern matches. ``part``: what stands behind the path."""
+    if part not in ("", "@train"):
+        raise DomainError(
+            f"dataset {name!r} is a local file, which has one part, `train`: remove {part!r}, or name another file"
+        )
+    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+    if not files:
+        raise DomainError(f"dataset {name!r}: no such file")
+    return (row for file in files for row in file_rows(Path(file)))
 
 
 def file_rows(file: Path) -> Iterator[Any]:

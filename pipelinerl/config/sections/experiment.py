@@ -45,7 +45,7 @@ class SFTSection(Section):
 
     datasets: list[str] = key(
         [],
-        "JSONL, JSON, CSV or parquet files, or names on the Hugging Face hub: `<path or name>[:<config>][@<split>]`. "
+        "JSONL, JSON, CSV or parquet files, or names on the Hugging Face hub: `<name>[:<config>][@<split>]`. "
         "Columns: `messages` and perhaps `tools`, in OpenAI's form, or `prompt` and `completion`",
     )
     per_step: NonNegativeInt = key(

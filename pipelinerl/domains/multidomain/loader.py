@@ -30,6 +30,8 @@ def load_datasets(
 ) -> list[Problem]:
     """Loads the data sets of several domains. Every problem names its domain.
 
+    A problem that does not name its data set gets the names of all that its loader was called with.
+
     Args:
         dataset_names: `<domain>::<data set>` each, with `@train`, `@test` or `@all` for loaders with a ``subset``.
         seed: passed to every loader, if given.
@@ -56,7 +58,7 @@ def load_datasets(
         given |= {} if seed is None else {"seed": seed}
         given |= {} if subset is None else {"subset": subset}
         for problem in resolve_function(known[domain])(datasets, **given):
-            problems.append({"domain": domain, "dataset": datasets[0], **problem})
+            problems.append({"domain": domain, "dataset": " + ".join(datasets), **problem})
     return problems
 
 

@@ -32,6 +32,10 @@ def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://host/rows.json", "https://host/rows.json"),
         ("s3://bucket/rows.json", "s3://bucket/rows.json"),
         ("math::train@test", "math::train@test"),
+        ("math::data/train.jsonl@test", "math::data/train.jsonl@test"),
+        ("/mail/me@home/a:b/rows.jsonl", "/mail/me@home/a:b/rows.jsonl"),
+        ("./me@home/rows.jsonl@train", "/base/me@home/rows.jsonl@train"),
+        ("my data/数学 #1.v2/rows.json", "/base/my data/数学 #1.v2/rows.json"),
     ],
 )
 def test_data_sets_in_files_are_absolute_and_names_stay(name: str, expected: str) -> None:

@@ -51,6 +51,24 @@ def test_globs_are_read_in_order(tmp_path):
     assert [p["task"] for p in load_problems([str(tmp_path / "*.jsonl")])] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "name", ["me@home", "a:b", "[1]", "my data", "数学", "*", "x.json", "a=b,c", "{x}", "100%", "#1?", "x.json:y@z"]
+)
+def test_file_is_found_whatever_its_folder_is_called(tmp_path, name):
+    (tmp_path / name).mkdir()
+    file = tmp_path / name / "rows.jsonl"
+    file.write_text(json.dumps({"task": name, "answer": "1"}))
+    for written in (f"{file}", f"{file}@train"):
+        assert [(p["task"], p["dataset"]) for p in load_problems([written])] == [(name, written)]
+
+
+@pytest.mark.parametrize("part", ["@test", ":main", ":main@train"])
+def test_part_of_a_file_that_has_none_is_refused(tmp_path, part):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"task": "?", "answer": "1"}))
+    with pytest.raises(DomainError, match=says(f"'{tmp_path}/rows.jsonl{part}'", "local file", f"'{part}'")):
+        load_problems([f"{tmp_path}/rows.jsonl{part}"])
+
+
 def test_answer_of_a_worked_solution_is_its_last_line(tmp_path):
     path = tmp_path / "gsm.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "1000 + 234 = <<1234>>\n#### 1,234"}))

@@ -42,7 +42,7 @@ def test_every_domain_gets_its_data_sets_and_arguments() -> None:
         ("b", {"min_difficulty": 0.5, "subset": "train"}),
         ("c", {"min_difficulty": 0.5}),
     ]
-    assert riddles[2]["dataset"] == "c"
+    assert [riddle["dataset"] for riddle in riddles] == ["a + b", "a + b", "c"]
     assert {problem["domain"] for problem in problems} == {"logic", "guessing"}
     assert load_datasets(None) == []
 
