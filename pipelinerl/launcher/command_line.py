@@ -165,6 +165,16 @@ def with_right_plus(override: str) -> str:
     return ("+" if given["opens"] else "") + override.removeprefix("+")
 
 
+def quoted(text: str) -> str:
+    """Returns a text as the value of an override that means just this text, whatever Hydra's grammar has for it.
+
+    >>> quoted("runs/a, b")
+    '"runs/a, b"'
+    """
+    before_quote = re.compile(r'(\\*)("|$)')  # only there Hydra's grammar takes backslashes for escapes
+    return '"' + before_quote.sub(lambda end: end[1] * 2 + ('\\"' if end[2] else ""), text) + '"'
+
+
 def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
     """Describes an error of Hydra or YAML in one line, with a suggestion.
 

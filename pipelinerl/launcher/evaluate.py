@@ -29,6 +29,7 @@ from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import main as launch
+from pipelinerl.launcher.command_line import quoted
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def powers_up_to(attempts: int) -> list[int]:
 
 
 ALL = "all"
-"""Name of the row over every data set."""
+"""Name of the row over every data set, unless one of them has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +177,7 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
         "eval.attempts": args.attempts,
         "wandb.mode": "disabled",
     }
-    settings = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+    settings = [f"{key}={quoted(value) if isinstance(value, str) else value}" for key, value in own.items()]
     searched = [f"--config-dir={config_dir}"] if config_dir else []
     return [*searched, f"--config-name={config_name}", *settings, *args.overrides]
 
@@ -195,7 +196,8 @@ def evaluated(found: Mapping[str, Any], attempts: int, ks: Sequence[int]) -> dic
         ks: values of k, ascending.
     """
     by_set = {name: [Tally(*pair) for pair in pairs] for name, pairs in sorted(found["outcomes"].items())}
-    rows = {**by_set, **({ALL: [one for tallies in by_set.values() for one in tallies]} if len(by_set) != 1 else {})}
+    total = ALL if ALL not in by_set else f"{ALL} data sets"
+    rows = {**by_set, **({total: [one for tallies in by_set.values() for one in tallies]} if len(by_set) != 1 else {})}
     return {
         "attempts": attempts,
         "complete": found["metrics"]["complete"],

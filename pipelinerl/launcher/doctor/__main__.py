@@ -31,7 +31,7 @@ from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
-from pipelinerl.launcher.command_line import explain_refusal, with_right_plus
+from pipelinerl.launcher.command_line import explain_refusal, quoted, with_right_plus
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
@@ -73,7 +73,12 @@ def play_with_model(args: argparse.Namespace) -> int:
     """Plays one optimizer batch in a temporary run folder, as a run of rollouts alone, and says what it would teach."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-doctor-") as folder:
         searched = [f"--config-dir={args.config_dir}"] if args.config_dir else []
-        own = [f"output_dir={folder}/run", "debug.mode=actor", "finetune.max_train_steps=1", "wandb.mode=disabled"]
+        own = [
+            f"output_dir={quoted(f'{folder}/run')}",
+            "debug.mode=actor",
+            "finetune.max_train_steps=1",
+            "wandb.mode=disabled",
+        ]
         own += ["eval.at_start=false", "eval.at_end=false"]
         with contextlib.redirect_stdout(sys.stderr):
             code = launch([*searched, f"--config-name={args.config_name}", *args.overrides, *own])

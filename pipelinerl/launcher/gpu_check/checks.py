@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.load import load_run
+from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.gpu_check import verdicts
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
@@ -144,7 +145,7 @@ def experiment(
     name: str, machine: Machine, run_dir: Path, options: Sequence[str], limit_s: float, env: Mapping[str, str]
 ) -> Facts:
     """Run the quickstart with these options. Facts of its folder, and the most memory in use on its device."""
-    arguments = ["--config-name=quickstart", f"output_dir={run_dir}", *machine.run_options, *options]
+    arguments = ["--config-name=quickstart", f"output_dir={quoted(str(run_dir))}", *machine.run_options, *options]
     before = max(gpu_used_bytes(), default=0)
     peak, over = [before], threading.Event()
 
@@ -192,7 +193,12 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     run_dir = folder / "run"
     sampling = f"{{max_tokens: {length}, temperature: 1.0}}"
     options = [
-        *(f"model_path={model}", "tiny_model=null", f"llm.parameters={sampling}", f"test_llm.parameters={sampling}"),
+        *(
+            f"model_path={quoted(str(model))}",
+            "tiny_model=null",
+            f"llm.parameters={sampling}",
+            f"test_llm.parameters={sampling}",
+        ),
         *(f"actor.llm_max_rollouts={rollouts}", f"finetune.max_train_steps={UPDATES}", "finetune.seq_length=4096"),
         *("eval.at_start=false", "eval.at_end=false", "finetune.rl.entropy_bonus=0.01"),
         *("finetune.learning_rate=1e-6", "vllm_config.vllm_kwargs.max_model_len=1024", "weights.timeout_s=120"),

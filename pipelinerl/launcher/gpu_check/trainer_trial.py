@@ -18,6 +18,7 @@ from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.rl.objective import settings_at
+from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.gpu_check.machine import CudaMeter, Meter
 from pipelinerl.plan.memory import trainer_items
 from pipelinerl.plan.model_shape import find_model_shape
@@ -66,7 +67,7 @@ def run_trial(job: dict[str, Any], meter: Meter, device: torch.device) -> dict[s
         job: `model`, `tokens` of a micro-batch, and `overrides` of the configuration.
     """
     tokens, is_cuda = int(job["tokens"]), device.type == "cuda"
-    cfg = parse(compose("base", [*NOT_NEEDED, f"model_path={job['model']}", *job["overrides"]]))
+    cfg = parse(compose("base", [*NOT_NEEDED, f"model_path={quoted(job['model'])}", *job["overrides"]]))
     engine = make_engine(cfg, device, 1)
     rules, settings = make_rules(engine, cfg), settings_at(cfg, 0)
     vocab, seconds = engine.policy.lm.config.vocab_size, list[float]()

@@ -92,11 +92,27 @@ class Deployment:
             return cores_per_node(self.config, self.nodes, self.gpus_per_node)
         return self.cpus_per_node or CPUS
 
-    @property
+    @cached_property
     def output_dir(self) -> str | None:
-        """The run folder that the command line names."""
-        values = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("output_dir=")]
-        return values[-1] if values else None
+        """The run folder that the command line names.
+
+        Raises:
+            ConfigError: only a machine of the run knows which folder is meant.
+        """
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
+        said = [argument for argument in self.arguments if argument.lstrip("+").startswith("output_dir=")]
+        if not said:
+            return None
+        try:
+            (override,) = OverridesParser.create().parse_overrides(said[-1:])
+            folder = override.value()
+        except HydraException as error:
+            raise ConfigError(explain_refusal(error)) from error
+        if not isinstance(folder, str) or folder.startswith("~") or "${" in folder:
+            raise ConfigError(f"{said[-1]}: the document needs one path that is the same everywhere: write it out")
+        return folder
 
 
 def cores_per_node(config: Config, nodes: int, gpus_per_node: int) -> int:

@@ -27,7 +27,7 @@ def render(deployment: Deployment) -> str:
                 f"cd {shlex.quote(deployment.workdir)}",
                 'export WORLD_SIZE="$SKYPILOT_NUM_NODES" RANK="$SKYPILOT_NODE_RANK"',
                 'export PIPELINERL_HOSTS="$(echo "$SKYPILOT_NODE_IPS" | paste -sd, -)"',
-                f"{deployment.python} -m pipelinerl.launch {shlex.join(arguments)}",
+                f"{shlex.quote(deployment.python)} -m pipelinerl.launch {shlex.join(arguments)}",
             ]
         )
         + "\n",

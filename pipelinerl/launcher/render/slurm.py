@@ -54,7 +54,8 @@ keep() {
   while true; do
     code=0
     srun --overlap --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --nodelist="$node" --cpu-bind=none \
-      --output="$PRL_RUN/$role/log.txt" --open-mode=append --job-name="$role" "$PRL_RUN/$role/start.sh" || code=$?
+      --output="${PRL_RUN//%/%%}/$role/log.txt" --open-mode=append --job-name="$role" \
+      "$PRL_RUN/$role/start.sh" || code=$?
     if [[ $code == 0 || $code == 3 || -n $stopping || -e $PRL_RUN/.ending ]]; then return 0; fi
     if [[ $code != 2 ]] && ! every_node_starts_steps; then
       wait_for_nodes

@@ -25,6 +25,12 @@ def test_settings_of_the_user_come_last_and_options_may_stand_between() -> None:
     assert line[-2:] == ["eval.attempts=9", "test_llm.parameters.temperature=0.6"]
 
 
+def test_model_and_folder_may_have_any_name() -> None:
+    args = parser().parse_intermixed_args(["/modèles/数学, v=1", "--config-name=math"])
+    line = arguments_of(args, Path("/tmp/é"))
+    assert {'output_dir="/tmp/é"', 'model_path="/modèles/数学, v=1"'} <= set(line)
+
+
 @pytest.mark.parametrize(
     ("text", "attempts", "said"),
     [("2,8", 4, "at most --attempts=4"), ("0", 4, "at least 1"), ("x", 4, "write numbers"), (None, 0, "at least 1")],
@@ -45,6 +51,11 @@ def test_figures_are_those_of_each_data_set_and_of_all_problems() -> None:
     table = table_lines(result, [1, 2])
     assert table[0].split() == ["data", "set", "problems", "pass@1", "(95", "%)", "pass@2", "(95", "%)"]
     assert "0.625 (" in table[1]
+
+
+def test_data_set_called_all_is_not_the_row_over_all() -> None:
+    rows = evaluated(FOUND | {"outcomes": {"all": [[4, 1]], "other": [[4, 4]]}}, 4, [1])["datasets"]
+    assert {name: row["problems"] for name, row in rows.items()} == {"all": 1, "other": 1, "all data sets": 2}
 
 
 def test_incomplete_evaluation_says_so() -> None:

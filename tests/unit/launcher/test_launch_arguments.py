@@ -1,10 +1,11 @@
 """What Hydra gets of the user's command line, and how its errors are told."""
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 
 from pipelinerl.config.load import compose
-from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments
+from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments, quoted
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,29 @@ def test_explain_misspelt_option_of_vllm_names_the_nearest_one_before_the_missin
 
 def test_explain_other_errors_keep_their_words_on_one_line() -> None:
     assert explain_refusal(ConfigCompositionException("first\n  second")) == "first second"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b",
+        "a=b",
+        "a,b",
+        "a:b",
+        "é/数学",
+        "a[1]",
+        "{b}",
+        "#",
+        "50%",
+        'a"b',
+        "a'b",
+        "a\\b",
+        "a\\",
+        'a\\"b',
+        "$x",
+        "null",
+        "1",
+    ],
+)
+def test_quoted_text_is_read_as_that_text(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"output_dir={quoted(text)}").value() == text

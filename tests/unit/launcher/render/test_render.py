@@ -1,5 +1,6 @@
 """Rendered documents: what each platform is told, and that no secret and no unknown setting is in them."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.render.command import TARGETS, main
 from pipelinerl.launcher.render.deployment import Deployment
 from pipelinerl.membership.joining import read_span
@@ -42,6 +44,29 @@ def test_slurm_script_asks_for_the_machines_and_keeps_the_arguments_whole(tmp_pa
         ["bash", "-c", head + 'printf "%s\\n" "${PRL_ARGUMENTS[@]}"'], capture_output=True, text=True
     )
     assert tuple(shown.stdout.splitlines()) == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    "folder", ["/results/a run", "/results/a=b,c", "/results/数学", '/results/[1] #2\'s "x" 100%', "/results/{a}/"]
+)
+def test_documents_name_the_folder_that_the_command_line_means(folder: str) -> None:
+    arguments = ("--config-name=base", "output_dir=/first", f"++output_dir={quoted(folder)}")
+    script = TARGETS["slurm"](deployment(arguments=arguments))
+    head = script[: script.index("set -euo pipefail")]
+    shown = subprocess.run(["bash", "-c", head + 'printf %s "$PRL_RUN"'], capture_output=True, text=True)
+    assert shown.stdout == folder
+    (log,) = re.findall(r'--output=("\$\{PRL_RUN.*?")', script)
+    shown = subprocess.run(["bash", "-c", f"{head} role=actor_0; printf %s {log}"], capture_output=True, text=True)
+    assert shown.stdout == folder.replace("%", "%%") + "/actor_0/log.txt", "srun has patterns like %j there"
+    _, servers = yaml.safe_load_all(TARGETS["jobset"](deployment(arguments=arguments, extra_servers=1)))
+    (container,) = servers["spec"]["template"]["spec"]["containers"]
+    assert container["command"][4] == f"redis://guess-nodes-0-0.guess:15000/{run_key(folder, 'guess')}"
+
+
+@pytest.mark.parametrize("value", ["~/x", '"~/x"', "'${oc.env:SCRATCH}/x'", "/a,/b", "[/a]", "null"])
+def test_folder_that_only_the_machines_know_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=says("output_dir")):
+        deployment(arguments=("--config-name=base", f"output_dir={value}"))
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
