@@ -4,7 +4,9 @@ Reads the run folder when it is scraped: the newest point of every role's metric
 It is a separate process, so that scrapes cost the roles nothing and no role opens a port for them. `--scrape-config`
 and `--dashboard` print the documents for Prometheus and Grafana.
 
-    pipelinerl_<role>_<metric>                    the newest value, `/` written as `_`
+    pipelinerl_<role>_<metric>                    the newest value
+    pipelinerl_<role>_<metric>{metric}            the same, where other characters than a-z, A-Z, 0-9 and _ are written
+                                                  as _. The label has the metric's own name
     pipelinerl_heartbeat_age_seconds{job}         since the role's last sign of life
     pipelinerl_waiting_seconds{job,on}            how long the role has waited, for whom
     pipelinerl_member{name,state}                 1 for every lease
@@ -64,10 +66,13 @@ class RunCollector(Collector):
     def _metrics(self) -> Iterator[GaugeMetricFamily]:
         for path in sorted((self._run_dir / METRICS).glob("*.jsonl")):
             point = read_metrics_tail(self._run_dir, path.stem) or {}
-            values = {metric_name(path.stem, name): value for name, value in point.items() if is_value(name, value)}
-            values[metric_name(path.stem, STEP)] = point.get(STEP, 0)
-            for name, value in sorted(values.items()):
-                yield GaugeMetricFamily(name, "docs/metrics.md", value=float(value))
+            given = {name: value for name, value in point.items() if is_value(name, value)}
+            families: dict[str, GaugeMetricFamily] = {}
+            for name, value in sorted((given | {STEP: point.get(STEP, 0)}).items()):
+                exported = metric_name(path.stem, name)
+                family = families.setdefault(exported, GaugeMetricFamily(exported, "docs/metrics.md"))
+                family.add_sample(exported, {} if exported.endswith(f"_{name}") else {"metric": name}, float(value))
+            yield from families.values()
 
     def _roles(self) -> Iterator[GaugeMetricFamily]:
         now, statuses = time.time(), read_statuses(self._run_dir)

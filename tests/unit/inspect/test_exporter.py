@@ -55,11 +55,23 @@ def test_scrape_has_the_newest_point_of_every_role_the_waits_and_the_members(tmp
     found = scrape(tmp_path)
     assert found["pipelinerl_finetune_loss"] == {(): 0.25}
     assert found["pipelinerl_finetune_step"] == {(): 7.0}
-    assert found["pipelinerl_actor_eval_success"] == {(): 0.75}
+    assert found["pipelinerl_actor_eval_success"] == {("eval/success",): 0.75}
     assert found["pipelinerl_heartbeat_age_seconds"][("actor_0",)] == pytest.approx(5, abs=3)
     assert found["pipelinerl_waiting_seconds"][("actor_0", "finetune_0")] == pytest.approx(9, abs=3)
     assert found["pipelinerl_member"] == {("actor_llm_3", "draining"): 1.0}
     assert not [name for name in found if name.endswith(("_time", "_name"))]
+
+
+def test_data_sets_that_prometheus_would_write_alike_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    names = ["eval/a-b/success", "eval/a.b/success", "eval/a/b/success", "eval/a_b/success", 'eval/a"\\/success']
+    names += ["数学/success", "物理/success"]
+    point = {"step": 1} | {name: float(place) for place, name in enumerate(names)}
+    (tmp_path / "metrics" / "actor.jsonl").write_text(json.dumps(point) + "\n")
+    found = scrape(tmp_path)
+    assert found["pipelinerl_actor_eval_a_b_success"] == {(name,): float(names.index(name)) for name in names[:4]}
+    assert found["pipelinerl_actor_eval_a___success"] == {(names[4],): 4.0}
+    assert found["pipelinerl_actor____success"] == {("数学/success",): 5.0, ("物理/success",): 6.0}
 
 
 def test_run_that_has_said_nothing_yet_can_be_scraped(tmp_path: Path) -> None:
