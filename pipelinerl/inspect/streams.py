@@ -143,12 +143,12 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
         raise StreamError(f"--text shows rollouts, which topics {ACTOR} and {ACTOR_TEST} hold, not {other}")
     text = text_or_numbers(run_dir, warn_of_numbers)
 
-    def show(_: SingleStreamSpec, offset: int, record: Any) -> str:
+    def show(spec: SingleStreamSpec, offset: int, record: Any) -> str:
         if isinstance(record, OrderResumed):
             return f"── new streams from step {record.step} on"
         if isinstance(record, GroupDropped):
             return f"── {record.group_id} dropped: {record.reason}: {record.detail}"
-        outcome = EVALUATED if record.group_id.startswith("test-") else "published"
+        outcome = EVALUATED if spec.topic == ACTOR_TEST else "published"
         return "\n".join(rendered(seen, text).plain.rstrip("\n") for seen in seen_group(record, outcome))
 
     return show

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.inspect import streams as command
@@ -75,6 +76,23 @@ def test_tail_follow_goes_on_with_records_that_come(
     assert command.main(["tail", str(tmp_path), "actor", "--follow"]) == 0
     timer.join()
     assert printed(capsys) == [("actor/0/0", 0, "0-3")]
+
+
+def test_text_tells_training_and_evaluation_by_the_topic_whatever_the_domain_is_called(
+    tmp_path: Path, make_group: Callable[..., RolloutGroup], capsys: pytest.CaptureFixture[str]
+):
+    set_streams_backend("files", fsync="never")
+    group = msgspec.structs.replace(make_group(), group_id="test-0-5", domain="test")
+    for topic in ("actor", "actor_test"):
+        with open_writer(SingleStreamSpec(tmp_path, topic), RolloutGroup) as writer:
+            writer.write(group)
+    shown = {}
+    for topic in ("actor", "actor_test"):
+        assert command.main(["tail", str(tmp_path), topic, "--text"]) == 0
+        shown[topic] = capsys.readouterr().out
+    assert "published" in shown["actor"]
+    assert "evaluation" not in shown["actor"]
+    assert "evaluation" in shown["actor_test"]
 
 
 def test_stats_count_streams(run_dir: Path, capsys: pytest.CaptureFixture[str]):
