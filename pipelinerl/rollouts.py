@@ -228,7 +228,7 @@ def numeric_metrics(result: RolloutResult) -> dict[str, float]:
     """Returns the numeric fields of the domain's metrics. Raises ``RecordError`` if one is not finite."""
     metrics = {"reward": finite("metrics.reward", result.metrics.reward)}
     for name, value in result.metrics.model_dump().items():
-        if isinstance(value, (bool, int, float, np.number)):
+        if isinstance(value, (bool, int, float, np.number, np.bool_)):
             metrics[name] = finite(f"metrics.{name}", value)
     return metrics
 
@@ -286,7 +286,7 @@ def finite(name: str, value: Any) -> float:
     """Converts a domain's number to float. Raises ``RecordError`` with ``name`` for text, None, NaN and infinities."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise RecordError(f"{name} is {value!r}: it must be a finite number")

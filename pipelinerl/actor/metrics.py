@@ -8,14 +8,16 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipelinerl.actor.messages import Sampling
-from pipelinerl.observability.catalogue import ActorMetric, MetricName
+from pipelinerl.observability.catalogue import ActorMetric, MetricName, is_clear, unclear_metrics
 from pipelinerl.observability.status import BLOCKED_AT, CurrentWait
 from pipelinerl.records import EvaluationDone, Rollout
+
+log = logging.getLogger(__name__)
 
 WINDOW = 1024
 TOTALS = (
@@ -53,6 +55,7 @@ class ActorMetrics:
 
     def __init__(self, now: float, window: int = WINDOW):
         self._recent: deque[_Seen] = deque(maxlen=window)
+        self._left_out: set[str] = set()
         self._solved: deque[float] = deque(maxlen=window)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
@@ -88,12 +91,18 @@ class ActorMetrics:
             self._solved.append(sum(successes) / len(successes))
         for rollout in rollouts:
             seen = _see(rollout, subset)
+            self._warn_of_left_out(rollout.metrics.keys() - seen.metrics.keys())
             self._recent.append(seen)
             self._totals[ActorMetric.ROLLOUTS] += 1
             self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
             self._totals[ActorMetric.ANSWERS_FROM_JOURNAL] += rollout.answers_from_journal
             self._totals[ActorMetric.DIVERGED] += rollout.diverged
             self._max_versions = max(self._max_versions, seen.num_versions)
+
+    def _warn_of_left_out(self, names: Set[str]) -> None:
+        if reason := unclear_metrics(names - self._left_out):
+            log.warning("event=domain_metric_left_out note=%s", reason)
+            self._left_out |= names
 
     def sampling(self, worker: int, now: Sampling) -> None:
         """Takes what a worker says about its answers. One that was replaced counts from nothing again."""
@@ -176,7 +185,7 @@ class ActorMetrics:
             ActorMetric.FORKS: sum(seen.num_forks for seen in recent) / count,
             ActorMetric.CUT_BY_LENGTH: sum(seen.cut for seen in recent) / count,
         }
-        values |= _domain_means(recent) | _domain_spread(recent)
+        values |= _domain_spread(recent) | _domain_means(recent)
         if self._solved:
             values[ActorMetric.GROUPS_ALWAYS_SOLVED] = sum(share == 1.0 for share in self._solved) / len(self._solved)
             values[ActorMetric.GROUPS_NEVER_SOLVED] = sum(share == 0.0 for share in self._solved) / len(self._solved)
@@ -220,7 +229,7 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
     sampled = sum(len(sequence.logprobs) for sequence in rollout.sequences)
     return _Seen(
         subset=subset,
-        metrics=rollout.metrics,
+        metrics={name: value for name, value in rollout.metrics.items() if is_clear(name)},
         latency_s=rollout.latency_s,
         output_tokens=sampled,
         prompt_tokens=sum(len(sequence.token_ids) for sequence in rollout.sequences) - sampled,
@@ -233,8 +242,6 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
     )
 
-
-log = logging.getLogger(__name__)
 
 SHOWN = (
     ActorMetric.ROLLOUTS,
@@ -315,9 +322,9 @@ def evaluation_metrics(done: EvaluationDone) -> dict[MetricName, float]:
     if done.success is not None and done.reward is not None:
         values |= {ActorMetric.EVAL_SUCCESS: done.success, ActorMetric.EVAL_REWARD: done.reward}
     for name, value in done.metrics.items():
-        dataset, _, metric = name.rpartition("/")
+        dataset, slash, metric = name.rpartition("/")
         of_dataset = ActorMetric.EVAL_OF_DATASET.of(dataset=dataset, metric=metric)
-        values[of_dataset if dataset else ActorMetric.EVAL_COMPLETE] = value
+        values[of_dataset if slash else ActorMetric.EVAL_COMPLETE] = value
     return values
 
 

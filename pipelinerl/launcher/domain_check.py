@@ -2,11 +2,13 @@
 
 Imports the rollout function and the loader, checks how they can be called, loads the problems and plays a few rollouts
 against a scripted model. Prints one JSON object {"refusal": text or null, "warnings": [text]} as its last line. It
-refuses only what would fail in the run as well. A slow loader or a service that is not up gives a warning.
+refuses only what would fail in the run as well, and metrics that the run would have to leave out. A slow loader or a
+service that is not up gives a warning.
 
 A `TrialFailure` of these rollouts is *certain* only if the run would fail in the same way: the domain asks a problem
 for a key that the loader did not provide, returns something other than a `RolloutResult`, or raises the same error at
-the same place for every problem and answer. A failure that involves the network is never certain.
+the same place for every problem and answer. A metric of an unclear name is certain, too. A failure that involves the
+network is never certain.
 """
 
 import argparse
@@ -29,12 +31,14 @@ from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
+from pipelinerl.config.rules import METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.rollouts import RewardMode, check_named_rewards, check_result, numeric_metrics
 from pipelinerl.testing import FakeLLM
 
@@ -96,6 +100,8 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
             checked = check_result(result, mode)
             names = OmegaConf.select(cfg, "finetune.rl.reward_weights") or ()
             check_named_rewards(numeric_metrics(checked), checked.rewards or mode, names)
+            if unclear := unclear_metrics(numeric_metrics(checked)):
+                raise TrialFailure(f"returns metrics that cannot be told apart: {unclear}", certain=True)
         except DomainError as error:
             raise TrialFailure(str(error).removeprefix("it "), certain=True) from error
         except RecordError as error:
@@ -227,6 +233,8 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
     cfg = parse_container({key: value for key, value in container.items() if key != "jobs"})
     for server in environment_servers(cfg):
         check_class(server)
+    if unclear := unclear_metrics([*METRICS_OF_ALL, *(judge.name for judge in cfg.judges)]):
+        raise DomainError(f"`judges`: each is a metric of its name: {unclear}")
     domains = domains_of(cfg)
     rollouts = [domain.rollout() for domain in domains]
     for domain, rollout in zip(domains, rollouts, strict=True):

@@ -14,8 +14,12 @@ from enum import ReprEnum
 from functools import cache
 from typing import Any
 
+from pipelinerl.config.rules import METRICS_OF_ALL
+
 DOMAIN_METRIC = "{metric}"
 """The place of a metric that the domain's rollouts report."""
+SPREAD = ("min", "max", "std")
+"""Behind a domain's metric, its smallest and largest value and its standard deviation."""
 WITH_SLASHES = ("{dataset}", "{subset}")
 """Places of texts that may hold slashes, as data sets' names do: `openai/gsm8k:main@train`, `/data/rows.jsonl`."""
 
@@ -291,6 +295,31 @@ CATALOGUE: Mapping[str, type[Metric]] = {
     "preprocessor": PreprocessorMetric,
     "finetune": TrainerMetric,
 }
+
+
+_OF_THE_RUN: set[str] = {STEP, TIME, *(name for name in ActorMetric if not re.search(r"[{/]", name))}
+TAKEN = frozenset(_OF_THE_RUN.difference(METRICS_OF_ALL))
+"""Names that the actor's points have for something else than a metric of the domain."""
+
+
+def is_clear(name: str) -> bool:
+    """Whether a point of the actor can have a metric of the domain under its own name."""
+    return name not in TAKEN and "/" not in name and bool(name)
+
+
+def unclear_metrics(names: Collection[str]) -> str | None:
+    """Says which of a domain's metrics could not be told apart from another value, and what to do. None: all can."""
+    for name in sorted(names):
+        of, _, end = name.rpartition("_")
+        if name in TAKEN:
+            return f"metric {name!r} has the name of a number that the run itself reports: rename it"
+        if not is_clear(name):
+            return (
+                f"metric {name!r} is empty or has a slash, which stands behind a domain's or data set's name: rename it"
+            )
+        if end in SPREAD and of in names:
+            return f"metric {name!r} has the name of the {end} of the metric {of!r} over rollouts: rename it"
+    return None
 
 
 def undeclared(role: str, names: Iterable[str], domain_metrics: Collection[str] | None = None) -> list[str]:

@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import ConfigDict
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import DomainError, PipelineRLError, RecordError
 from pipelinerl.llm import Prompt
-from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, numeric_metrics
 from pipelinerl.testing import run_rollout
 from tests.says import says
 
@@ -67,6 +69,7 @@ async def test_run_rollout_returns_a_right_result() -> None:
         (with_reward("1.0"), RecordError, r"training_texts\[0\].reward is '1.0'"),
         (with_metric(None), RecordError, "metrics.reward is None"),
         (with_metric(math.inf), RecordError, "metrics.reward is inf"),
+        (with_metric(10**400), RecordError, "metrics.reward is 1000"),
         (without_texts, RecordError, "training_texts is empty"),
     ],
 )
@@ -75,6 +78,16 @@ async def test_run_rollout_refuses_what_the_actor_refuses(
 ) -> None:
     with pytest.raises(kind, match=message):
         await run_rollout(returning(change), {}, ["yes"])
+
+
+def test_numeric_metrics_are_numbers_of_every_type() -> None:
+    class Metrics(BaseMetrics):
+        model_config = ConfigDict(extra="allow")
+
+    given = {"of_numpy": np.bool_(True), "half": np.float32(0.5), "note": "text", "nothing": None}
+    metrics = Metrics(reward=1, success=True, no_error=True, no_answer=False, **given)
+    found = numeric_metrics(RolloutResult(training_texts=[], metrics=metrics, latency=0.0))
+    assert found == {"reward": 1, "success": 1, "no_error": 1, "no_answer": 0, "of_numpy": 1, "half": 0.5}
 
 
 async def test_run_rollout_knows_the_mode_of_the_rewards() -> None:

@@ -22,6 +22,7 @@ from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
 from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
 from pipelinerl.observability.catalogue import (
+    SPREAD,
     STEP,
     TIME,
     ActorMetric,
@@ -35,8 +36,6 @@ from pipelinerl.records import EvaluationDone, TrainingDone, WeightUpdateSuccess
 
 MAX_POINTS = 1200
 MAX_OWN_CHARTS = 12
-SPREAD = ("min", "max", "std")
-"""Behind a metric's name, its smallest and largest value and its standard deviation."""
 TRAINER_PARTS = {
     TrainerMetric.STEP_S: "training",
     TrainerMetric.WAIT_S: "waiting for data",

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.actor.metrics import ActorMetrics, evaluation_metrics
 from pipelinerl.actor.role import test_problems
 from pipelinerl.config.load import compose, parse
-from pipelinerl.records import Rollout
+from pipelinerl.records import EvaluationDone, Rollout
 
 
 def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
@@ -40,6 +40,37 @@ def test_several_domains_have_means_of_their_own() -> None:
     assert (values["math/success"], values["math/latency_s"]) == (0.5, 0.5)
     assert (values["game/success"], values["game/turns"]) == (1.0, 4.0)
     assert "math/turns" not in values
+
+
+def test_metric_of_a_domain_takes_no_other_numbers_place(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = ActorMetrics(0.0)
+    taken = {"rollouts": 7.0, "latency_s": 7.0, "step": 7.0, "time": 7.0, "version": 7.0, "math/success": 7.0}
+    for subset in ("math", "game"):
+        metrics.rollouts([rollout(success=1.0, **taken)], subset)
+    values = metrics.snapshot(1.0)
+    assert (values["rollouts"], values["latency_s"], values["math/latency_s"], values["math/success"]) == (2, 1, 1, 1)
+    assert not {"step", "time", "version"} & set(values)
+    assert caplog.text.count("event=domain_metric_left_out") == 1
+
+
+def test_metric_of_a_domain_is_not_the_spread_of_another() -> None:
+    metrics = ActorMetrics(0.0)
+    metrics.rollouts([rollout(success=1.0, turns=2.0, turns_max=8.0), rollout(success=1.0, turns=4.0)], "math")
+    assert metrics.snapshot(1.0)["turns_max"] == 8.0
+
+
+def test_evaluation_of_a_data_set_without_a_name_is_not_taken_for_the_share_that_is_complete() -> None:
+    done = EvaluationDone(
+        version=3,
+        success=0.5,
+        reward=0.5,
+        num_rollouts=2,
+        metrics={"complete": 1.0, "/success": 0.5, "a/b:c@d/success": 0.25},
+        outcomes={},
+        timestamp=0.0,
+    )
+    values = evaluation_metrics(done)
+    assert (values["eval/complete"], values["eval//success"], values["eval/a/b:c@d/success"]) == (1.0, 0.5, 0.25)
 
 
 def test_prefix_hit_rate_is_of_tokens_not_of_rollouts() -> None:

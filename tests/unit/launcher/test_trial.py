@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import ConfigDict
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.chat.images import placeholder_id
@@ -58,6 +59,21 @@ async def test_trial_same_error_everywhere_is_certain() -> None:
     failure = await failure_of(broken)
     assert failure.certain
     assert str(failure).startswith("raises on every rollout: ValueError: always (")
+
+
+@pytest.mark.parametrize("name", ["step", "version", "reward_max", "format/ok"])
+async def test_trial_metric_that_would_take_anothers_place_is_refused(name: str) -> None:
+    class Metrics(BaseMetrics):
+        model_config = ConfigDict(extra="allow")
+
+    async def reporting(cfg: Any, llm: Any, problem: dict, session: Any) -> RolloutResult:
+        text = make_training_text(llm, await llm_async_generate(llm, Prompt.from_user_message("?"), session))
+        metrics = Metrics(reward=0.0, success=False, no_error=True, no_answer=False, **{name: 1.0})
+        return RolloutResult(training_texts=[text], metrics=metrics, latency=0.0)
+
+    failure = await failure_of(reporting)
+    assert failure.certain
+    assert re.search(says(f"metric '{name}'", "rename"), str(failure))
 
 
 @pytest.mark.parametrize(

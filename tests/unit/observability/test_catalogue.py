@@ -1,6 +1,7 @@
 """What roles emit is declared, and the page shows the declarations."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from pipelinerl.observability.catalogue import (
     PreprocessorMetric,
     TrainerMetric,
     UndeclaredMetricWarning,
+    unclear_metrics,
     undeclared,
     warn_undeclared,
 )
@@ -82,6 +84,25 @@ def test_undeclared_takes_any_name_where_the_domains_are_unknown():
 def test_no_domain_has_the_name_of_a_group_of_the_actors_own_metrics():
     own = {name.partition("/")[0] for name in ActorMetric if "/" in name and not name.startswith("{")}
     assert own == set(METRIC_GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["reward", "success", "no_error", "no_answer", "turns", "turns per game", "length_max", "a:b", "数"], ()),
+        (["step"], ("'step'", "run itself")),
+        (["time"], ("'time'", "run itself")),
+        (["version"], ("'version'", "run itself")),
+        (["latency_s"], ("'latency_s'", "run itself")),
+        (["format/ok"], ("'format/ok'", "slash")),
+        ([""], ("''", "empty")),
+        (["score", "score_max"], ("'score_max'", "max", "'score'")),
+        (["reward", "reward_std"], ("'reward_std'", "std", "'reward'")),
+    ],
+)
+def test_metrics_of_a_domain_are_told_apart_from_each_other_and_from_the_runs_own(names: list[str], words: tuple):
+    assert bool(unclear_metrics(names)) == bool(words)
+    assert re.search(says(*words), unclear_metrics(names) or "")
 
 
 def test_warn_undeclared_names_the_metric():
