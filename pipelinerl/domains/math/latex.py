@@ -139,6 +139,7 @@ class Statement:
     separator: str = ""
 
 
+MINUS_ONE = Num(Fraction(-1), digits=1)
 REAL_LINE = Brackets("(", ")", (Op("neg", (Sym("infty"),)), Sym("infty")))
 Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Cases | Join | Ratio | Matrix | Based | Clock
 
@@ -176,7 +177,7 @@ MODULUS = re.compile(r"\(\s*\\[bp]?mod\s*\{?(\w+)\}?\s*\)|\\text\s*\{\s*\(mod (\
 NO_MEANING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|ensuremath|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
     r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
-    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:begin|end)\{(?:aligned|gathered|split)\}|&\s*(?==)|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
+    r"|(?<=\\\\)\s*\[[\d.]+\s*[a-z]+\]|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:begin|end)\{(?:aligned|gathered|split)\}|&\s*(?==)|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
 )
 SPACE = re.compile(r"(?<!\\)\\(?:[,;: >]|(?:quad|qquad|thinspace|enspace|space)(?![A-Za-z]))|\\hspace\s*\{[^{}]*\}|~")
 TEXT = re.compile(r"\\(?:text|textrm|textnormal|textbf|textit|mathrm|rm|mbox|hbox)\s*(?=\{)")
@@ -908,36 +909,20 @@ class Parser:
         return following is not None and (following.kind == "num" or following.text == "(")
 
     def _raised(self, base: Tree, start: int) -> Tree:
-        if (column := self._transposed(base)) is not None:
-            return column
-        if base == REAL_LINE and (sign := self._sign()) is not None:
+        end = self._behind_argument(self._position)
+        mark = "".join(token.text for token in self._tokens[self._position : end]).strip("{} ")
+        row = base.items if isinstance(base, Brackets) else base.rows[0] if isinstance(base, Matrix) else ()
+        if row and mark in ("T", "top", "intercal") and not (isinstance(base, Matrix) and len(base.rows) > 1):
+            self._position = end
+            return Matrix(tuple((item,) for item in row))
+        if base == REAL_LINE and mark in ("+", "-"):
+            self._position = end
             zero, infinity = Num(Fraction(0)), Sym("infty")
-            return Brackets("(", ")", (zero, infinity) if sign == "+" else (Op("neg", (infinity,)), zero))
+            return Brackets("(", ")", (zero, infinity) if mark == "+" else (Op("neg", (infinity,)), zero))
         power = self.argument(whole_number=True)
         if isinstance(base, Matrix | Brackets | FiniteSet | Join):
             return Sym("\\" + self.source(start))
         return Op("^", (base, power))
-
-    def _sign(self) -> str | None:
-        """The sign in ``\\mathbb{R}^+`` and ``\\mathbb{R}^{-}``."""
-        end = self._behind_argument(self._position)
-        sign = "".join(token.text for token in self._tokens[self._position : end]).strip("{}")
-        if sign not in ("+", "-"):
-            return None
-        self._position = end
-        return sign
-
-    def _transposed(self, base: Tree) -> Matrix | None:
-        """The column that ``(1, 2)^T`` or a row with ``^T`` writes. None for anything else: a matrix is left undone."""
-        row = base.items if isinstance(base, Brackets) else base.rows[0] if isinstance(base, Matrix) else ()
-        if isinstance(base, Matrix) and len(base.rows) != 1:
-            return None
-        end = self._behind_argument(self._position)
-        mark = re.sub(r"[{}\s]", "", "".join(token.text for token in self._tokens[self._position : end]))
-        if not row or mark not in ("T", "top", "intercal"):
-            return None
-        self._position = end
-        return Matrix(tuple((item,) for item in row))
 
     def _degrees(self, base: Tree) -> Tree:
         token = self.next
@@ -995,6 +980,10 @@ class Parser:
             return self._letter(token)
         if token.kind == "text":
             return self._unit_of_text(token)
+        if token.text in CURRENCY:
+            negative = self.accept("-") is not None
+            amount = self.factor()
+            return Op("*", (UnitWords(CURRENCY[token.text]), Op("neg", (amount,)) if negative else amount))
         if token.kind == "sym":
             return self._bracketed(token.text)
         return self._command(token.text)
@@ -1047,14 +1036,7 @@ class Parser:
             if isinstance(tree, Matrix | FiniteSet | Brackets):
                 return Sym("\\" + self.source(start))
             return Op("abs", (tree,))
-        if opening in CURRENCY:
-            return Op("*", (UnitWords(CURRENCY[opening]), self._amount()))
         raise NotParsedError(f"{opening!r} is not expected")
-
-    def _amount(self) -> Tree:
-        negative = self.accept("-") is not None
-        amount = self.factor()
-        return Op("neg", (amount,)) if negative else amount
 
     def _tuple(self, opening: str) -> Tree:
         outer, self._in_bars = self._in_bars, False
@@ -1115,8 +1097,6 @@ class Parser:
             self._position = self._behind_argument(self._position)
             letter = self.source(start + 1).strip("{} ")
             return REAL_LINE if letter == "R" else Sym(f"mathbb {letter}")
-        if name in CURRENCY:
-            return Op("*", (UnitWords(CURRENCY[name]), self._amount()))
         if name in GREEK:
             if name in ("Omega", "mu") and self._bare_units and (unit := self._greek_unit(name)) is not None:
                 return unit
@@ -1181,22 +1161,15 @@ class Parser:
                 self.expect("^")
                 power = self.argument(whole_number=True)
         argument = self._function_argument()
-        if name in ("ln", "log", "lg", "exp"):
-            result = self._logarithm(name, base, argument)
-        elif power is not None and power in (Op("neg", (Num(Fraction(1), digits=1),)), Num(Fraction(-1), digits=1)):
+        if name == "exp":
+            result = Op("^", (Sym("e"), argument))
+        elif name in ("log", "lg") and (base is not None or name == "lg"):
+            result = Op("log", (argument, Num(Fraction(10)) if base is None else base))
+        elif name not in ("ln", "log") and power in (MINUS_ONE, Op("neg", (Num(Fraction(1), digits=1),))):
             return Op("arc" + name, (argument,))
         else:
             result = Op(name, (argument,))
         return result if power is None else Op("^", (result, power))
-
-    def _logarithm(self, name: str, base: Tree | None, argument: Tree) -> Tree:
-        if name == "exp":
-            return Op("^", (Sym("e"), argument))
-        if name == "ln":
-            return Op("ln", (argument,))
-        if base is None:
-            return Op("log", (argument,)) if name == "log" else Op("log", (argument, Num(Fraction(10))))
-        return Op("log", (argument, base))
 
     def _function_argument(self) -> Tree:
         if self.sees("(", "[", "{", "|"):
@@ -1232,11 +1205,7 @@ class Parser:
             if self.accept("&"):
                 continue
             rows, row = [*rows, tuple(row)], []
-            if self.accept("\\"):
-                if self.sees("[") and (closing := self._row_gap()) is not None:
-                    self._position = closing
-                continue
-            if not self.sees("end"):
+            if not self.accept("\\") and not self.sees("end"):
                 raise NotParsedError("a matrix is not closed")
         self._position += 1
         if self._environment() != name or len({len(row) for row in rows}) != 1:
@@ -1261,19 +1230,12 @@ class Parser:
         self._environment()
         return Cases(tuple(pieces))
 
-    def _row_gap(self) -> int | None:
-        """The position behind ``[2pt]`` after ``\\\\``."""
-        for at in range(self._position, min(self._position + 6, len(self._tokens))):
-            if self._tokens[at].text == "]":
-                return at + 1
-        return None
-
     def _environment(self) -> str:
         self.expect("{")
-        name = ""
-        while (token := self.next) is not None and token.text != "}":
-            name += token.text
+        start = self._position
+        while self.next is not None and not self.sees("}"):
             self._position += 1
+        name = self.source(start).replace(" ", "")
         self.expect("}")
         return name
 
