@@ -147,11 +147,14 @@ Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Cases | Joi
 @dataclass(frozen=True)
 class Token:
     kind: str
-    """``num``, ``cmd``, ``letter``, ``text`` or ``sym``."""
+    """``num``, ``cmd``, ``letter``, ``text``, ``sym``, or ``end`` behind the last token."""
     text: str
     gap: bool = False
     """Whether a space comes before it."""
     number: Num | None = field(default=None, compare=False)
+
+
+END = Token("end", "the end")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -235,7 +238,6 @@ QUALIFIERS = _words(
     where when xor of no any some other both to from wrong incorrect false plus minus times twice double"""
 )
 """Words that make a statement about a number instead of naming it."""
-RATIO_WORDS = ("to", "in", "out of")
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words behind a number that are part of it."""
 NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d)(\s+[A-Za-z][A-Za-z ]*)")
@@ -256,7 +258,7 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
         return Statement((Chain((known,)),))
     reader = Parser(tokens, bare_units)
     answer = reader.answer(frozenset())
-    if reader.next is not None:
+    if reader.next != END:
         raise NotParsedError(f"{reader.next.text!r} is not expected")
     return _family(answer if parameter is None else Statement((*answer.items, parameter), answer.separator or ","))
 
@@ -554,16 +556,17 @@ class Parser:
         self._depth = 0
 
     @property
-    def next(self) -> Token | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
+    def next(self) -> Token:
+        return self.token(self._position)
 
-    def peek(self, ahead: int) -> Token | None:
-        at = self._position + ahead
-        return self._tokens[at] if at < len(self._tokens) else None
+    def peek(self, ahead: int) -> Token:
+        return self.token(self._position + ahead)
+
+    def token(self, at: int) -> Token:
+        return self._tokens[at] if 0 <= at < len(self._tokens) else END
 
     def sees(self, *texts: str) -> bool:
-        token = self.next
-        return token is not None and token.kind in ("sym", "cmd") and token.text in texts
+        return self.next.kind in ("sym", "cmd") and self.next.text in texts
 
     def accept(self, *texts: str) -> str | None:
         if not self.sees(*texts):
@@ -574,7 +577,7 @@ class Parser:
     def expect(self, *texts: str) -> str:
         found = self.accept(*texts)
         if found is None:
-            raise NotParsedError(f"{self.next.text if self.next else 'the end'!r} where {texts[0]!r} is expected")
+            raise NotParsedError(f"{self.next.text!r} where {texts[0]!r} is expected")
         return found
 
     def source(self, start: int) -> str:
@@ -585,7 +588,7 @@ class Parser:
     def answer(self, ends: frozenset[str]) -> Statement:
         items, separator = [self.item(ends)], ""
         while (found := self.separator()) is not None:
-            if found == "," and (self.next is None or (self.sees("\\", "end") and "end" in ends)):
+            if found == "," and (self.next == END or (self.sees("\\", "end") and "end" in ends)):
                 break
             separator = found if separator in ("", ",") else separator
             items.append(self.item(ends))
@@ -593,7 +596,8 @@ class Parser:
 
     def separator(self) -> str | None:
         found = None
-        while (token := self.next) is not None:
+        while True:
+            token = self.next
             word = token.text.strip(" ,.").lower() if token.kind == "text" else ""
             if token.kind == "sym" and token.text in (",", ";"):
                 found = found or ","
@@ -602,9 +606,8 @@ class Parser:
             elif token.kind == "cmd" and token.text in CONNECTIVES:
                 found = CONNECTIVES[token.text]
             else:
-                break
+                return found
             self._position += 1
-        return found
 
     # --- item = [label] side { relation side }
 
@@ -612,11 +615,9 @@ class Parser:
         self.skip_label()
         sides: list[Tree | None] = []
         relations: list[str] = []
-        labels = set()
+        labels: set[int] = set()
         if self.sees("approx") or (self.sees("=") and self._position == 0):
-            sides, relations = [None], [RELATIONS[self._tokens[self._position].text]]
-            labels.add(0)
-            self._position += 1
+            sides, relations, labels = [None], [RELATIONS[self.expect("approx", "=")]], {0}
         while True:
             start = self._position
             name_end = self.plain_name()
@@ -624,7 +625,7 @@ class Parser:
             try:
                 side = self.side(in_set="\\}" in ends)
                 if not self._at_end_of_side(ends):
-                    raise NotParsedError(f"{self.next.text if self.next else ''!r} is not expected")
+                    raise NotParsedError(f"{self.next.text!r} is not expected")
             except NotParsedError:
                 if name_end is None:
                     raise
@@ -633,11 +634,9 @@ class Parser:
                 labels.add(len(sides))
             assert self._position > start, "a side has tokens"
             sides.append(side)
-            token = self.next
-            if token is None or token.kind not in ("sym", "cmd") or token.text not in RELATIONS:
+            if (relation := self.accept(*RELATIONS)) is None:
                 break
-            self._position += 1
-            relations.append(RELATIONS[token.text])
+            relations.append(RELATIONS[relation])
             self.skip_label()
         if sides == [None]:
             raise NotParsedError("a name without a value")
@@ -645,7 +644,7 @@ class Parser:
 
     def _at_end_of_side(self, ends: frozenset[str]) -> bool:
         token = self.next
-        if token is None or (token.kind in ("sym", "cmd") and token.text in RELATIONS):
+        if token == END or self.sees(*RELATIONS):
             return True
         if token.kind == "text":
             return token.text.strip(" ,.").lower() in ("or", "and", "")
@@ -653,48 +652,40 @@ class Parser:
 
     def skip_label(self) -> None:
         """Skips words in front of a value (``\\text{Area} =``, ``\\text{The answer is}``)."""
-        token = self.next
-        if token is None or token.kind != "text" or self._position + 1 >= len(self._tokens):
-            return
-        following = self.peek(1)
-        if following is not None and (following.text == "_" or (following.text == "(" and token.text[-1:].isalpha())):
+        token, following = self.next, self.peek(1)
+        if token.kind != "text" or following == END or following.text == "_":
             return
         words = re.findall(r"[A-Za-z]+", token.text.lower())
         if not words or re.search(r"\d", token.text) or QUALIFIERS & (set(words) - {"of", "no", "to", "from"}):
             return
-        if following is not None and (following.kind == "text" or following.text in (",", ";", "/", "^")):
-            return
-        self._position += 1
-        if not self.accept("=", ":"):
-            return
+        is_called = following.text == "(" and token.text[-1:].isalpha()
+        if not is_called and following.kind != "text" and following.text not in (",", ";", "/", "^"):
+            self._position += 1
+            self.accept("=", ":")
 
     def plain_name(self) -> int | None:
         """The position behind a plain name that a relation follows: ``x``, ``AB``, ``f(41)``, ``P(X=1)``. Else None."""
         at = self._position
-        while (token := self.peek(at - self._position)) is not None and token.kind == "cmd" and token.text in DECORATED:
+        while self.token(at).kind == "cmd" and self.token(at).text in DECORATED:
             at += 1
-        bars = 0
-        while (token := self.peek(at - self._position)) is not None and token.text in ("|", "{"):
-            at, bars = at + 1, bars + 1
-        letters = 0
-        while (token := self.peek(at - self._position)) is not None and (
-            token.kind == "letter" or (token.kind == "cmd" and token.text in GREEK)
-        ):
-            at, letters = at + 1, letters + 1
-        while (token := self.peek(at - self._position)) is not None and token.text in ("|", "}") and bars:
-            at, bars = at + 1, bars - 1
-        if not letters or bars:
+        bars = at
+        while self.token(at).text in ("|", "{"):
+            at += 1
+        bars, letters = at - bars, at
+        while self.token(at).kind == "letter" or (self.token(at).kind == "cmd" and self.token(at).text in GREEK):
+            at += 1
+        if at == letters or any(self.token(at + bar).text not in ("|", "}") for bar in range(bars)):
             return None
-        while (token := self.peek(at - self._position)) is not None and token.text in ("_", "'"):
-            at = at + 1 if token.text == "'" else self._behind_argument(at + 1)
-        if (token := self.peek(at - self._position)) is not None and token.text == "(":
+        at += bars
+        while (mark := self.token(at).text) in ("_", "'"):
+            at = at + 1 if mark == "'" else self._behind_argument(at + 1)
+        if self.token(at).text == "(":
             at = self._behind_group(at)
-        token = self.peek(at - self._position)
-        ended = token is not None and token.kind in ("sym", "cmd") and token.text in RELATIONS
-        return at if ended or token is None else None
+        end = self.token(at)
+        return at if end == END or (end.kind in ("sym", "cmd") and end.text in RELATIONS) else None
 
     def _behind_argument(self, at: int) -> int:
-        if at < len(self._tokens) and self._tokens[at].text == "{":
+        if self.token(at).text == "{":
             return self._behind_group(at)
         return min(at + 1, len(self._tokens))
 
@@ -714,23 +705,15 @@ class Parser:
         while joined := self.accept("cup", "cap", "setminus", "backslash"):
             left = Join("setminus" if joined == "backslash" else joined, (left, self.sum()))
         items = [left]
-        while not in_set and self._ratio_follows():
+        while not in_set and (self._sees_ratio_word() or self.sees(":")):
+            self._position += 1
             items.append(self.sum())
         return _clock(items) or (left if len(items) == 1 else Ratio(tuple(items)))
 
-    def _ratio_follows(self) -> bool:
-        if self._sees_ratio_word():
-            self._position += 1
-            return True
-        return self.accept(":") is not None
-
     def _sees_ratio_word(self) -> bool:
         """``2 to 3``, ``1 in 4``: `in` may be inches, too."""
-        token, following = self.next, self.peek(1)
-        if token is None or token.kind != "text":
-            return False
-        word = token.text.strip()
-        return word == "to" or (word in RATIO_WORDS and following is not None and following.kind == "num")
+        word = self.next.text.strip() if self.next.kind == "text" else ""
+        return word == "to" or (word in ("in", "out of") and self.peek(1).kind == "num")
 
     def sum(self) -> Tree:
         self._depth += 1
@@ -781,7 +764,7 @@ class Parser:
 
     def _factor_follows(self, ahead: int = 0) -> bool:
         token = self.peek(ahead)
-        if token is None or self._measure_follows():
+        if token == END or self._measure_follows():
             return False
         if token.kind == "text":
             ends = token.text.strip(" ,.").lower() in ("or", "and", "to", "")
@@ -790,8 +773,7 @@ class Parser:
             return True
         if token.kind == "sym":
             if token.text == "[":
-                behind = self.peek(1)  # nothing but the end, a comma or a joining sign is behind `]0, 1[`
-                return behind is not None and (behind.text == "-" or self._factor_follows(1))
+                return self.peek(1).text == "-" or self._factor_follows(1)  # behind `]0, 1[` no factor may come
             return token.text in ("(", "{", "$", "%", "°") or (token.text == "|" and not self._in_bars)
         return token.text in (
             FUNCTIONS | GREEK | UNDONE | DECORATED | CURRENCY.keys()
@@ -800,20 +782,14 @@ class Parser:
 
     def _measure_follows(self) -> bool:
         """Whether a number comes behind a unit: ``2 h 30 min``, ``7° 30'``."""
-        token, before = self.next, self._tokens[self._position - 1]
-        return (
-            self._position > 0
-            and token is not None
-            and token.kind == "num"
-            and (before.kind == "text" or before.text in ("°", "'"))
-        )
+        before = self.peek(-1)
+        return self.next.kind == "num" and (before.kind == "text" or before.text in ("°", "'"))
 
     _in_bars = False
 
     def _beside(self, left: Tree) -> Tree:
         """A factor directly beside another: a product, a mixed number, or nonsense (``4 2``)."""
-        token, before = self.next, self._tokens[self._position - 1]
-        assert token is not None
+        token, before = self.next, self.peek(-1)
         if before.kind == "num" and isinstance(left, Num) and left.value.denominator == 1 and left.decimals is None:
             start = self._position
             if token.kind == "cmd" and token.text == "frac":
@@ -822,7 +798,7 @@ class Parser:
                     return self._postfixed(Num(left.value + (part if left.value >= 0 else -part)), start)
                 self._position = start
             following, last = self.peek(1), self.peek(2)
-            if token.kind == "num" and following and last and following.text == "/" and last.kind == "num":
+            if token.kind == "num" and following.text == "/" and last.kind == "num":
                 part = _fraction_of_integers(Op("/", (token.number, last.number)))  # type: ignore[arg-type]
                 if part is not None and part < 1:
                     self._position += 3
@@ -842,32 +818,32 @@ class Parser:
     def _numeral_with_letters(self) -> Based | None:
         """``2A_{16}``, also in brackets or as a text."""
         at, digits = self._position, ""
-        if (token := self.next) is not None and token.kind == "text":
-            digits, at = token.text.strip(), at + 1
+        if self.next.kind == "text":
+            digits, at = self.next.text.strip(), at + 1
         else:
-            bracket = token is not None and token.text == "("
+            bracket = self.next.text == "("
             at += bracket
-            while at < len(self._tokens) and self._tokens[at].kind in ("num", "letter"):
-                digits, at = digits + self._tokens[at].text, at + 1
-            if bracket and (at == len(self._tokens) or self._tokens[at].text != ")"):
+            while self.token(at).kind in ("num", "letter"):
+                digits, at = digits + self.token(at).text, at + 1
+            if bracket and self.token(at).text != ")":
                 return None
             at += bracket
         if not re.fullmatch(r"(?=\d*[A-F])[0-9A-F]+", digits) or not (digits[0].isdigit() or len(digits) > 1):
             return None
-        if at >= len(self._tokens) or self._tokens[at].text != "_":
+        if self.token(at).text != "_":
             return None
         behind = self._behind_argument(at + 1)
-        base = re.sub(r"[{}()\s]", "", "".join(token.text for token in self._tokens[at + 1 : behind]))
-        if not (base in {"11", "12", "13", "14", "15", "16"} or base == "sixteen"):
+        base = _base("".join(token.text for token in self._tokens[at + 1 : behind]))
+        if base not in {"11", "12", "13", "14", "15", "16"}:
             return None
         self._position = behind
-        return Based(digits, "16" if base == "sixteen" else base)
+        return Based(digits, base)
 
     def _scale(self) -> int | None:
         """Takes a word such as ``million``, and leaves those behind it."""
         token = self.next
-        word, _, rest = token.text.strip().partition(" ") if token is not None else ("", "", "")
-        if token is None or token.kind != "text" or word not in SCALES:
+        word, _, rest = token.text.strip().partition(" ")
+        if token.kind != "text" or word not in SCALES:
             return None
         if rest:
             self._tokens[self._position] = Token("text", rest, gap=True)
@@ -876,12 +852,10 @@ class Parser:
         return SCALES[word]
 
     def _postfixed(self, base: Tree, start: int) -> Tree:
-        while (token := self.next) is not None:
-            if token.text == "^" and token.kind == "sym":
-                self._position += 1
+        while True:
+            if self.accept("^"):
                 base = self._raised(base, start)
-            elif token.text == "_" and token.kind == "sym":
-                self._position += 1
+            elif self.accept("_"):
                 base = self._subscripted(base)
             elif self.accept("!"):
                 base = Op("!", (base,))
@@ -891,22 +865,15 @@ class Parser:
                 base = Op("*", (base, UnitWords("%")))
             elif self.accept("°"):
                 base = self._degrees(base)
-            elif self.sees(*CURRENCY) and not self._is_prefix():
-                self._position += 1
-                base = Op("*", (base, UnitWords(CURRENCY[token.text])))
+            elif self.sees(*CURRENCY) and self.peek(1).kind != "num" and self.peek(1).text != "(":
+                base = Op("*", (base, UnitWords(CURRENCY[self.expect(*CURRENCY)])))
             elif self.accept("'"):
-                if isinstance(base, Num) and self._tokens[max(start - 1, 0)].text in ("°", "'"):
+                if isinstance(base, Num) and self.token(start - 1).text in ("°", "'"):
                     base = Op("*", (base, UnitWords("arcsecond" if self.accept("'") else "arcminute")))
                 else:
                     base = Sym(self.source(start))
             else:
-                break
-        return base
-
-    def _is_prefix(self) -> bool:
-        """Whether the currency that comes next belongs to a number behind it."""
-        following = self.peek(1)
-        return following is not None and (following.kind == "num" or following.text == "(")
+                return base
 
     def _raised(self, base: Tree, start: int) -> Tree:
         end = self._behind_argument(self._position)
@@ -925,25 +892,19 @@ class Parser:
         return Op("^", (base, power))
 
     def _degrees(self, base: Tree) -> Tree:
-        token = self.next
-        if token is not None and token.kind in ("text", "letter") and token.text.strip() in ("C", "F"):
-            self._position += 1
-            return Op("*", (base, UnitWords("deg" + token.text.strip())))
-        return Op("*", (base, UnitWords("degree")))
+        scale = self.next.text.strip()
+        is_temperature = self.next.kind in ("text", "letter") and scale in ("C", "F")
+        self._position += is_temperature
+        return Op("*", (base, UnitWords(f"deg{scale}" if is_temperature else "degree")))
 
     def _subscripted(self, base: Tree) -> Tree:
         start = self._position
         self._position = self._behind_argument(start)
         index = self.source(start).strip("{} ").replace("{ ", "").replace(" }", "")
-        if isinstance(base, Num):
-            index = index.strip("() ")
         if isinstance(base, Sym | UnitWords):
             return Sym(f"{base.name if isinstance(base, Sym) else base.words}_{index}")
         if isinstance(base, Num) and base.value.denominator == 1 and abs(base.value) < 10**base.digits:
-            base_name = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}.get(
-                re.sub(r"\s", "", index), re.sub(r"\s", "", index)
-            )
-            return Based(str(base.value.numerator), base_name)
+            return Based(str(base.value.numerator), _base(index))
         raise NotParsedError("a subscript of what is no symbol")
 
     def argument(self, *, whole_number: bool = False) -> Tree:
@@ -953,10 +914,9 @@ class Parser:
             self.expect("}")
             return tree
         token = self.next
-        if token is None:
+        if token == END:
             raise NotParsedError("an argument is missing")
-        if token.kind == "sym" and token.text == "-" and whole_number:
-            self._position += 1
+        if whole_number and self.accept("-"):
             return Op("neg", (self.argument(whole_number=True),))
         if token.kind == "num" and not whole_number and re.fullmatch(r"\d{2,}", token.text):
             rest = token.text[1:]
@@ -970,7 +930,7 @@ class Parser:
 
     def atom(self) -> Tree:
         token = self.next
-        if token is None:
+        if token == END:
             raise NotParsedError("the answer ends too early")
         self._position += 1
         if token.kind == "num":
@@ -990,11 +950,11 @@ class Parser:
 
     def _letter(self, token: Token) -> Tree:
         before = self.peek(-2)
-        behind_number = before is not None and (before.kind == "num" or before.text in ("}", ")", "°", "pi"))
+        behind_number = before.kind == "num" or before.text in ("}", ")", "°", "pi")
         if self._bare_units and token.gap and behind_number:
             word = token.text
-            while (more := self.next) is not None and more.kind == "letter" and not more.gap:
-                word += more.text
+            while self.next.kind == "letter" and not self.next.gap:
+                word += self.next.text
                 self._position += 1
             if len(word) > 1 or word in "mgsLlhNJWVKA":
                 return UnitWords(word)
@@ -1110,17 +1070,11 @@ class Parser:
 
     def _greek_unit(self, name: str) -> UnitWords | None:
         """``\\Omega`` and ``\\mu\\text{m}`` behind a number."""
-        before, following = self.peek(-2), self.next
-        if before is None or before.kind not in ("num", "text"):
+        word = self.next.text.strip() if self.next.kind == "text" else ""
+        if self.peek(-2).kind not in ("num", "text") or (name == "mu" and not word):
             return None
-        if name == "Omega":
-            return UnitWords("ohm")
-        if following is not None and following.kind == "text":
-            self._position += 1
-            return UnitWords(
-                "micro" + following.text.strip() if len(following.text.strip()) > 2 else "u" + following.text
-            )
-        return None
+        self._position += name == "mu"
+        return UnitWords("ohm" if name == "Omega" else ("micro" if len(word) > 2 else "u") + word)
 
     def _fraction(self, start: int) -> Tree:
         before = self._position
@@ -1138,16 +1092,12 @@ class Parser:
     def _undone(self, start: int) -> Tree:
         """An operator with everything that it may apply to: the rest of the side."""
         depth = 0
-        while (token := self.next) is not None:
-            opens = token.text in ("(", "[", "{", "\\{", "begin")
-            closes = token.text in (")", "]", "}", "\\}", "end")
-            if depth == 0 and (
-                closes
-                or token.text in (",", "=", "+")
-                or (token.kind == "text" and token.text.strip() in ("or", "and"))
-            ):
+        while (token := self.next) != END:
+            closes = token.text in (*CLOSING, "end")
+            is_word = token.kind == "text" and token.text.strip() in ("or", "and")
+            if depth == 0 and (closes or is_word or token.text in (",", "=", "+")):
                 break
-            depth += opens - closes
+            depth += (token.text in (*OPENING, "begin")) - closes
             self._position += 1
         return Sym("\\" + self.source(start))
 
@@ -1180,7 +1130,6 @@ class Parser:
         argument = self.factor()
         while self._factor_follows():
             token = self.next
-            assert token is not None
             if token.kind == "text" or (token.kind == "cmd" and token.text in FUNCTIONS | UNDONE) or token.text == "(":
                 break
             argument = self._beside(argument)
@@ -1218,7 +1167,7 @@ class Parser:
             value = self.side()
             self.accept(",")
             self.accept("&")
-            word = self.next.text.strip(" ,.") if self.next is not None and self.next.kind == "text" else ""
+            word = self.next.text.strip(" ,.") if self.next.kind == "text" else ""
             self._position += word in ("if", "for", "when", "where", "otherwise", "else")
             pieces.append(
                 (value, None if word in ("otherwise", "else") else self.answer(frozenset({"\\", "end", "."})))
@@ -1233,11 +1182,18 @@ class Parser:
     def _environment(self) -> str:
         self.expect("{")
         start = self._position
-        while self.next is not None and not self.sees("}"):
+        while self.next != END and not self.sees("}"):
             self._position += 1
         name = self.source(start).replace(" ", "")
         self.expect("}")
         return name
+
+
+def _base(text: str) -> str:
+    """The base of a numeral, from the text below it."""
+    names = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
+    name = re.sub(r"[{}()\s]", "", text)
+    return names.get(name, name)
 
 
 def _clock(items: list[Tree]) -> Clock | None:
