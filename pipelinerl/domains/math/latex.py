@@ -62,6 +62,10 @@ class Brackets:
     closing: str
     items: tuple["Tree", ...]
 
+    @property
+    def kind(self) -> str:
+        return self.opening + self.closing
+
 
 @dataclass(frozen=True)
 class FiniteSet:
