@@ -404,31 +404,28 @@ MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 def _half_line(left: Tree, relation: str, right: Tree) -> Region | None:
     if symbols(right) and not symbols(left):
         left, relation, right = right, MIRRORED.get(relation, relation), left
-    if relation not in MIRRORED or symbols(right):
+    variable = left.args[0] if isinstance(left, Op) and left.name == "abs" else left
+    if (
+        relation not in MIRRORED
+        or symbols(right)
+        or not isinstance(variable, Sym)
+        or variable.name.startswith("mathbb")
+    ):
         return None
     try:
         bound = numeric(right, {}, real=True)
     except NoValueError:
         return None
-    infinity = mpmath.inf
-    below, above = (-infinity, False, bound, relation == "<="), (bound, relation == ">=", infinity, False)
-    spans: tuple[Span, ...] = {"<": (below,), "<=": (below,), ">": (above,), ">=": (above,), "!=": (below, above)}[
-        relation
-    ]
-    if isinstance(left, Sym):
-        return None if left.name.startswith("mathbb") else Region(spans, left.name)
-    if not (isinstance(left, Op) and left.name == "abs" and isinstance(left.args[0], Sym)):
-        return None
-    if bound < 0 or (bound == 0 and relation != ">"):
-        return None
-    name, closed = left.args[0].name, relation.endswith("=")
-    if relation[0] == "<":
-        return Region(((-bound, closed, bound, closed),), name)
-    return (
-        Region(((-infinity, False, -bound, closed), (bound, closed, infinity, False)), name)
-        if relation != "!="
-        else None
-    )
+    region = Region(_spans(relation, bound), variable.name)
+    if variable is left:
+        return region
+    mirrored = Region(_spans(MIRRORED[relation], -bound), variable.name)
+    return union(region, mirrored) if relation[0] == ">" else intersection(region, mirrored)
+
+
+def _spans(relation: str, bound: Any) -> tuple[Span, ...]:
+    below, above = (-mpmath.inf, False, bound, relation == "<="), (bound, relation == ">=", mpmath.inf, False)
+    return {"<": (below,), ">": (above,), "!": (below, above)}[relation[0]]
 
 
 def region_of(value: Value) -> Region | None:
@@ -843,23 +840,12 @@ def _is_literal(tree: Tree) -> bool:
 def is_undone(tree: Tree) -> bool:
     """Whether a sum, difference or product of literal numbers is left in a term: ``40 + 2``, ``\\sqrt{4 + 5}``."""
     value, _ = split(tree)
-    return _is_sum_or_product_of_literals(value) or any(
+    return any(
         isinstance(part, Op)
         and part.name in ("+", "*")
-        and (all(map(_is_literal, part.args)) or (part.name == "+" and Num(Fraction(0)) in map(_plain, part.args)))
+        and (all(map(_is_literal, part.args)) or (part.name == "+" and Fraction(0) in map(exact, part.args)))
         for part in parts(value)
     )
-
-
-def _is_sum_or_product_of_literals(value: Tree) -> bool:
-    inner = list(parts(value))
-    return all(
-        isinstance(part, Num) or (isinstance(part, Op) and part.name in ("+", "*", "/", "neg")) for part in inner
-    ) and any(isinstance(part, Op) and part.name in ("+", "*") for part in inner)
-
-
-def _plain(tree: Tree) -> Tree:
-    return Num(tree.value) if isinstance(tree, Num) else tree
 
 
 def equal_numbers(answer: Tree, reference: Tree) -> bool:
@@ -868,10 +854,9 @@ def equal_numbers(answer: Tree, reference: Tree) -> bool:
     if left is not None and right is not None:
         return left == right or _stands_for(answer, reference) or _stands_for(reference, answer)
     names = sorted(symbols(answer) | symbols(reference))
-    is_bare = any(
-        isinstance(p, Op) and p.name == "log" and len(p.args) == 1 for p in (*parts(answer), *parts(reference))
-    )
-    bases = (10, 0) if is_bare else (10,)  # what a logarithm without a base may mean
+    inner = itertools.chain(parts(answer), parts(reference))
+    has_bare_log = any(isinstance(part, Op) and part.name == "log" and len(part.args) == 1 for part in inner)
+    bases = (10, 0) if has_bare_log else (10,)
     if any(_agree_at_points(answer, reference, names, base) for base in bases):
         return True
     return _stands_for(answer, reference) or _stands_for(reference, answer)

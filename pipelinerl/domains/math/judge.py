@@ -28,6 +28,8 @@ LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 OPENING = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.S)
 """A brace, or a backslash with what it escapes."""
+UNDONE = re.compile(rf"\\(?:{'|'.join(latex.UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])")
+"""What the library computes and the grammar leaves undone."""
 OTHER_WORDS = {"dne": "does not exist"}
 WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
 
@@ -147,15 +149,10 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
         else:
             return correct()
     other_names = not rules.strict and refusal.status == "wrong"  # of variables: the library takes them for the same
-    asks_library = other_names or (rules.operators and _leaves_undone(answer))
-    if not asks_library:
+    if not other_names and not (rules.operators and UNDONE.search(answer)):
         return refusal
     second = compare_with_library(answer, reference, rules)
     return refusal if second.status == "error" else second
-
-
-def _leaves_undone(answer: str) -> bool:
-    return bool(re.search(rf"\\(?:{'|'.join(latex.UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])", answer))
 
 
 def words_of(text: str) -> str | None:

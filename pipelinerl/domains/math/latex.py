@@ -324,24 +324,24 @@ class Choice:
 
 def choices(text: str) -> frozenset[str]:
     """The letters of an answer that chooses several: ``AC``, ``A, C``, ``A and C``. Empty for any other answer."""
-    try:
-        tokens = without_braces(tokenize(text))
-    except NotParsedError:
-        return frozenset()
+    tokens = _tokens_of(text)
     letters = [token.text.strip() for token in tokens if token.text not in (",", ";") and token.text.strip() != "and"]
     known = all(CHOICE.fullmatch(letter) and len(letter) == 1 for letter in letters)
     return frozenset(letters) if known and len(set(letters)) == len(letters) > 1 else frozenset()
 
 
+def _tokens_of(text: str) -> list[Token]:
+    try:
+        return without_braces(tokenize(text))
+    except NotParsedError:
+        return []
+
+
 def choice(text: str) -> Choice | None:
     """The one letter that an answer chooses. None for an answer that is no choice, or names several."""
-    try:
-        tokens = without_braces(tokenize(text))
-    except NotParsedError:
+    if not (tokens := _tokens_of(text)):
         return None
     texts = [token.text for token in tokens]
-    if not tokens:
-        return None
     if tokens[0].kind == "text" and (label := CHOICE.fullmatch(texts[0])):
         letter, is_label, rest = label["letter"], bool(label["word"] or label["mark"]), tokens[1:]
     elif texts[:1] == ["("] and texts[2:3] == [")"] and CHOICE.fullmatch(texts[1]):
