@@ -26,8 +26,6 @@ HARMLESS = "0"
 """An answer that is judged beside every reference that can be judged at all."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 OPENING = re.compile(r"\\boxed\s*\{")
-BRACE = re.compile(r"\\.|[{}]", re.S)
-"""A brace, or a backslash with what it escapes."""
 UNDONE = re.compile(rf"\\(?:{'|'.join(latex.UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])")
 """What the library computes and the grammar leaves undone."""
 OTHER_WORDS = {"dne": "does not exist"}
@@ -43,12 +41,11 @@ def last_boxed(text: str) -> str | None:
     if opening is None:
         match = re.match(r"\s*([^\s{}$]+)", text[start + len("\\boxed") : start + MAX_TEXT_CHARS])
         return match[1] if match else None
-    depth = 1
-    for brace in BRACE.finditer(text, opening.end()):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return re.sub(r"(?<!\\)\\$", "", text[opening.end() : brace.start()].strip()).strip()
-    return None
+    try:
+        end = latex.closing_brace(text, opening.end() - 1)
+    except latex.NotParsedError:
+        return None
+    return re.sub(r"(?<!\\)\\$", "", text[opening.end() : end].strip()).strip()
 
 
 def part_to_judge(prediction: str) -> str:

@@ -199,10 +199,11 @@ NUMBER = re.compile(
     r"|(?P<plain>\d+\.\d+|\d+|\.\d+)(?:[eE](?P<exponent>[+-]?\d{1,4})(?![\d.]))?"
 )
 TAKES_ARGUMENT = _words("^ _ frac sqrt binom")
+BRACE = re.compile(r"\\.|[{}]", re.S)
+"""A brace, or a backslash with what it escapes."""
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
 NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*([a-z]+)\s*\}")
 RATIO = re.compile(r"\s*(\d+)\s+(to|in|out of)\s+(\d+)\s*")
-TIME = re.compile(r"\s*(\d{1,2}(?::\d\d)?)\s*([ap]\.?m\.?)\s*", re.I)
 CHOICE = re.compile(r"\s*(?P<word>(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-H])(?P<mark>[).:]*)\s*")
 CHOICES = re.compile(r"[\s(]*[A-Z][\s)]*(?:(?:,|and|or|&)+[\s(]*[A-Z][\s)]*)+")
 
@@ -217,6 +218,11 @@ OTHER_NAMES = {
     "th": "tanh",
 }  # fmt: skip
 """Other names of commands."""
+SYMBOLS = {
+    "{": "\\{", "}": "\\}", "lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")", "lvert": "|", "rvert": "|",
+    "vert": "|", "cdot": "*", "times": "*", "div": "/", "colon": ":", "degree": "°", "%": "%", "$": "$",
+}  # fmt: skip
+"""Commands that stand for a character."""
 OPENING = ("(", "[", "{", "\\{")
 CLOSING = (")", "]", "}", "\\}")
 DOTS = ("ldots", "dots", "cdots")
@@ -244,7 +250,7 @@ QUALIFIERS = _words(
 """Words that make a statement about a number instead of naming it."""
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words behind a number that are part of it."""
-NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d)(\s+[A-Za-z][A-Za-z ]*)")
+NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d(?::\d\d)?)(\s*[APap]\.?[Mm]\.?\s*|\s+[A-Za-z][A-Za-z ]*)")
 CONNECTIVES = {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}
 
 
@@ -387,12 +393,8 @@ def _known_words(words: str) -> Tree | None:
     total, group = 0, 0
     last = 10**9
     for word in words.split():
-        if word in ("hundred", "thousand", "million") and group:
-            size = SCALES[word]
-            if word == "hundred":
-                group *= 100
-            else:
-                total, group = total + group * size, 0
+        if (size := SCALES.get(word, 0)) and group:
+            total, group = (total, group * size) if size <= 100 else (total + group * size, 0)
             last = size
             continue
         value = UNITS.index(word) if word in UNITS else 10 * TENS.index(word) + 20 if word in TENS else None
@@ -425,16 +427,13 @@ def _plain_characters(text: str) -> str:
     for mark, characters in SCRIPTS.items():
         digits = str.maketrans(characters, "0123456789+-"[: len(characters)])
         text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
-    text = re.sub(f"[{VULGAR}]", lambda one: _vulgar(one[0]), text)
+    text = re.sub(
+        f"[{VULGAR}]", lambda one: f"\\frac{{{unicodedata.normalize('NFKC', one[0]).replace('⁄', '}{')}}}", text
+    )
     text = re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
     text = re.sub(r",\s*\\!\s*(?=\d{3}(?!\d))", "{,}", MODULUS.sub(r"\\pmod{\1\2}", DEGREE.sub("°", text)))
     text = PRIMES.sub(lambda primes: "'" * primes[0].count("prime"), text)
     return text.replace("<=", r"\le ").replace(">=", r"\ge ")
-
-
-def _vulgar(character: str) -> str:
-    top, _, bottom = unicodedata.normalize("NFKC", character).partition("⁄")
-    return f"\\frac{{{top}}}{{{bottom}}}"
 
 
 def tokenize(text: str) -> list[Token]:
@@ -449,79 +448,66 @@ def tokenize(text: str) -> list[Token]:
             position, gap = position + 1, True
             continue
         is_argument = bool(tokens) and tokens[-1].text in TAKES_ARGUMENT
-        token, position = _next_token(text, position, depth, gap, is_argument)
-        if token == []:
-            gap = True
-            continue
-        if isinstance(token, list):
-            tokens += token
-        else:
-            tokens.append(token)
-            depth += (token.text in ("(", "[", "\\{")) - (token.text in (")", "]", "\\}"))
-        gap = False
+        found, position = _next_tokens(text, position, depth, gap, is_argument)
+        tokens += found
+        depth += sum(
+            (token.text in OPENING) - (token.text in CLOSING) for token in found if token.text not in ("{", "}")
+        )
+        gap = not found
     return tokens
 
 
-def _next_token(text: str, position: int, depth: int, gap: bool, is_argument: bool) -> tuple[Token | list[Token], int]:
+def _next_tokens(text: str, position: int, depth: int, gap: bool, is_argument: bool) -> tuple[list[Token], int]:
+    """The tokens that begin at a position, and the position behind them."""
     if wrapped := TEXT.match(text, position):
         end = closing_brace(text, wrapped.end())
-        content = text[wrapped.end() + 1 : end]
-        if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
-            return tokenize(content), end + 1
-        content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
-        if not content.strip():
-            return [], end + 1
-        if ratio := RATIO.fullmatch(content):
-            return [*tokenize(ratio[1]), Token("text", ratio[2]), *tokenize(ratio[3])], end + 1
-        if time := TIME.fullmatch(content):
-            return [*tokenize(time[1]), Token("text", time[2])], end + 1
-        if CHOICES.fullmatch(content):
-            return [*tokenize(content.replace("&", " and "))], end + 1
-        if content.strip() in ("$", "%"):
-            return Token("sym", content.strip(), gap), end + 1
-        if (command := COMMAND.fullmatch(content.strip())) and command[1] in CURRENCY:
-            return Token("cmd", command[1], gap), end + 1
-        if counted := NUMBER_AND_WORDS.fullmatch(content):
-            return [*tokenize(counted[1]), Token("text", counted[2])], end + 1
-        return Token("text", content, gap), end + 1
+        return _tokens_of_words(text[wrapped.end() + 1 : end], gap), end + 1
     if (match := REPEATING.match(text, position)) and (number := _repeating(match)) is not None:
-        return Token("num", match[0], gap, number), match.end()
+        return [Token("num", match[0], gap, number)], match.end()
     if match := NUMBER.match(text, position):
-        if is_argument and " " in match[0]:
+        is_list = depth > 0 and match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"]
+        if is_list or (is_argument and " " in match[0]):
             match = re.compile(r"(?P<grouped>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
-        if match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"] and depth > 0:
-            match = re.compile(r"(?P<grouped>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
-        return Token("num", match[0], gap, _number(match)), match.end()
+        return [Token("num", match[0], gap, _number(match))], match.end()
     if (match := NAMED_FUNCTION.match(text, position)) and OTHER_NAMES.get(match[1], match[1]) in FUNCTIONS:
-        return Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap), match.end()
+        return [Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap)], match.end()
     if match := COMMAND.match(text, position):
-        if match[1] in "{}":
-            return Token("sym", match[0], gap), match.end()
-        if match[1] in "%$":
-            return Token("sym", match[1], gap), match.end()
-        name = {"lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")", "lvert": "|", "rvert": "|",
-                "vert": "|",
-                "cdot": "*", "times": "*", "div": "/", "colon": ":", "degree": "°"}.get(match[1])  # fmt: skip
-        named = OTHER_NAMES.get(match[1], match[1])
-        return Token("sym", name, gap) if name else Token("cmd", named, gap), match.end()
-    if match := re.match(r"[A-Za-z]+", text[position:]):
-        word = match[0]
-        if word in ("or", "and") and (gap or position == 0):
-            return Token("text", word, gap), position + len(word)
-        if word in PLAIN_WORDS:
-            return Token("cmd", word, gap), position + len(word)
-        letters = [Token("letter", letter, gap and i == 0) for i, letter in enumerate(word)]
-        return letters, position + len(word)
-    return Token("sym", text[position], gap), position + 1
+        if match[1] in SYMBOLS:
+            return [Token("sym", SYMBOLS[match[1]], gap)], match.end()
+        return [Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap)], match.end()
+    if match := re.compile("[A-Za-z]+").match(text, position):
+        if match[0] in ("or", "and") and (gap or position == 0):
+            return [Token("text", match[0], gap)], match.end()
+        if match[0] in PLAIN_WORDS:
+            return [Token("cmd", match[0], gap)], match.end()
+        return [Token("letter", letter, gap and i == 0) for i, letter in enumerate(match[0])], match.end()
+    return [Token("sym", text[position], gap)], position + 1
+
+
+def _tokens_of_words(content: str, gap: bool) -> list[Token]:
+    """The tokens of what stands inside ``\\text{}``."""
+    if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
+        return tokenize(content)
+    content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
+    word = content.strip()
+    if ratio := RATIO.fullmatch(content):
+        return [*tokenize(ratio[1]), Token("text", ratio[2]), *tokenize(ratio[3])]
+    if counted := NUMBER_AND_WORDS.fullmatch(content):
+        return [*tokenize(counted[1]), Token("text", counted[2])]
+    if CHOICES.fullmatch(content):
+        return tokenize(content.replace("&", " and "))
+    if word in ("$", "%") or word.removeprefix("\\") in CURRENCY:
+        return [Token("sym", word.removeprefix("\\"), gap)]
+    return [Token("text", content, gap)] if word else []
 
 
 def closing_brace(text: str, opening: int) -> int:
+    """The position of the brace that closes the one at a position."""
     depth = 0
-    for position in range(opening, len(text)):
-        if text[position] in "{}" and (position == 0 or text[position - 1] != "\\"):
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return position
+    for brace in BRACE.finditer(text, opening):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
     raise NotParsedError("a brace is not closed")
 
 
