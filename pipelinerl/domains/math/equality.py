@@ -185,7 +185,15 @@ def _with_sides(statement: Statement, change: Callable[[Tree], Tree]) -> Stateme
 def in_standard_form(statement: Statement) -> Statement:
     """Writes ``an + b`` with an integer ``n`` such that ``0 <= b < a``: ``2n + 3`` and ``2n - 1`` are one set."""
     integers = [name for name, domain in _parameters(statement).items() if domain == Sym("mathbb Z")]
-    return _with_sides(statement, lambda side: _shifted(side, integers[0])) if len(integers) == 1 else statement
+    if len(integers) != 1:
+        return statement
+    with_signs = [
+        _with_sides(Statement((chain,)), lambda side: _with_sign(side, sign)).items[0]  # noqa: B023 — used at once
+        for chain in statement.items
+        for sign in ((1, -1) if any(side is not None and _has_sign(side) for side in chain.sides) else (1,))
+    ]
+    signed = dataclasses.replace(statement, items=tuple(with_signs))
+    return _with_sides(signed, lambda side: _shifted(side, integers[0]))
 
 
 def _shifted(tree: Tree, name: str) -> Tree:
@@ -250,7 +258,7 @@ def _name_of(chain: Chain) -> Tree | None:
 
 
 def _as_set(value: Value) -> Value:
-    if isinstance(value, Op) and any(isinstance(part, Op) and part.name in ("pm", "mp") for part in parts(value)):
+    if isinstance(value, Op) and _has_sign(value):
         return Listing(tuple(_with_sign(value, sign) for sign in (1, -1)), braces=False)
     if isinstance(value, Equation) and (expanded := _as_set(value.right)) is not value.right and value.named:
         return expanded
@@ -264,6 +272,10 @@ def _as_set(value: Value) -> Value:
     if isinstance(value, Join):
         return _joined(value)
     return value
+
+
+def _has_sign(tree: Tree) -> bool:
+    return any(isinstance(part, Op) and part.name in ("pm", "mp") for part in parts(tree))
 
 
 def _with_sign(tree: Tree, sign: int) -> Tree:
@@ -561,14 +573,15 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
         if len(reference.items) != 1:
             return False
         answer = Listing((answer,))
+    if in_order and (answer.braces or answer.alternatives):
+        return False
     if answer.names and reference.names and None not in (*answer.names, *reference.names):
         pairs = dict(zip(reference.names, reference.items, strict=True))
         if set(pairs) == set(answer.names) and len(pairs) > 1:
             return _all_equal(answer.items, [pairs[name] for name in answer.names], rules)
     if in_order:
-        names_others = rules.strict and any(name is not None for name in answer.names)
-        if names_others or answer.braces or answer.alternatives:
-            return False
+        if rules.strict and any(name is not None for name in answer.names):
+            return False  # it names others
         return _all_equal(_coordinates(answer), _coordinates(reference), rules)
     if rules.strict and _letters(reference) and not _letters(answer) <= _letters(reference):
         return False
@@ -597,6 +610,7 @@ def _equal_equations(answer: Value, reference: Equation, rules: Rules) -> bool:
     if not isinstance(answer, Equation):
         return (
             reference.named
+            and answer != reference.left
             and not isinstance(answer, Inequality | Region)
             and equal(answer, _as_set(reference.right), rules)
         )

@@ -860,6 +860,8 @@ class Parser:
             elif self.accept("'"):
                 if isinstance(base, Num) and self.token(start - 1).text in ("°", "'"):
                     base = Op("*", (base, UnitWords("arcsecond" if self.accept("'") else "arcminute")))
+                elif isinstance(base, Num):
+                    raise NotParsedError("a prime behind a number")
                 else:
                     base = Sym(self.source(start))
             else:
