@@ -45,6 +45,10 @@ SFT_DOMAIN = "sft"
 """Domain of the conversations of `sft.datasets` in records."""
 METRIC_GROUPS = ("eval", "failures", "groups_dropped", "loop_blocked_s", "mix", "published_before_miss", "refused")
 """First parts of the actor's own metrics, such as `eval/success`. A domain's are `<domain>/success`."""
+WANDB_CHARS, WANDB_TAG_CHARS, NOT_IN_WANDB_PROJECTS = 128, 64, "/\\#?%:"
+"""What wandb takes: characters of a project, a group or a name, of a tag, and what is in no project's name."""
+WANDB_ROLE_CHARS = 20
+"""Room for the role behind a run's name, such as `_preprocessor_12`."""
 CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "max_tokens")
 """Keys of a judge that asks for an opinion."""
 
@@ -369,6 +373,28 @@ def domains_are_told_apart(config: Config) -> str | None:
     return None
 
 
+def wandb_takes_its_names(config: Config) -> str | None:
+    """Refuses names that wandb refuses, which it would do in the run, without its curves from then on."""
+    names = config.wandb
+    if "wandb" not in (config.tracker if isinstance(config.tracker, list) else [config.tracker]):
+        return None
+    if names.mode == "disabled":
+        return None
+    project = names.wandb_project_name
+    if not project or len(project) > WANDB_CHARS or set(project) & set(NOT_IN_WANDB_PROJECTS):
+        return (
+            f"`wandb.wandb_project_name` is {project!r}: use 1 to {WANDB_CHARS} characters, without "
+            f"{' '.join(NOT_IN_WANDB_PROJECTS)}"
+        )
+    for key, longest in (("wandb_group", WANDB_CHARS), ("wandb_name", WANDB_CHARS - WANDB_ROLE_CHARS)):
+        if len(value := getattr(names, key) or "") > longest:
+            return f"`wandb.{key}` is {value!r}, {len(value)} characters: use at most {longest}"
+    for tag in names.tags:
+        if not 1 <= len(tag) <= WANDB_TAG_CHARS:
+            return f"`wandb.tags` has {tag!r}, {len(tag)} characters: use 1 to {WANDB_TAG_CHARS}"
+    return None
+
+
 def sampler_takes_its_arguments(config: Config) -> str | None:
     if config.actor.sampler is None and config.actor.sampler_kwargs:
         return (
@@ -382,6 +408,7 @@ RULES: tuple[Rule, ...] = (
     renderer_is_alone,
     domains_are_told_apart,
     judges_can_judge,
+    wandb_takes_its_names,
     deltas_in_store_are_said,
     store_is_reached_by_all,
     tls_files_are_complete,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from pipelinerl.config.origin import named_folder
+from pipelinerl.config.rules import WANDB_CHARS, WANDB_ROLE_CHARS
 from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60
@@ -43,8 +44,13 @@ def run_identity(section: WandbSection, run_dir: Path, kind: str) -> dict[str, s
     Two run folders have different groups even if both are called `run1`, unless `wandb_group` is set.
     """
     folder = named_folder(run_dir)
-    group = section.wandb_group or f"{folder.parent.name}-{folder.name}-{_digest(str(folder))[:6]}".lstrip("-")
-    return {"group": group, "name": f"{section.wandb_name or group}_{kind}", "id": _digest(f"{folder}/{kind}")[:16]}
+    place = f"{folder.parent.name}-{folder.name}"[: WANDB_CHARS - WANDB_ROLE_CHARS - 7]
+    group = section.wandb_group or f"{place}-{_digest(str(folder))[:6]}".lstrip("-")
+    return {
+        "group": group,
+        "name": f"{section.wandb_name or group[: WANDB_CHARS - WANDB_ROLE_CHARS]}_{kind}",
+        "id": _digest(f"{folder}/{kind}")[:16],
+    }
 
 
 def _digest(text: str) -> str:

@@ -63,6 +63,7 @@ REFUSED = {
     "renderer_is_alone": {"llm__renderer": "qwen3", "llm__chat_template": "own.jinja"},
     "domains_are_told_apart": {"domains": [domain("a/b")]},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
+    "wandb_takes_its_names": {"wandb__wandb_project_name": "rl/maths"},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
     "averages_follow_the_policy": {
@@ -336,6 +337,30 @@ def test_domains_that_could_not_be_told_apart_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says("domains", *words)):
         rules.check_rules(changed(base, domains=[domain(name) for name in names]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"wandb__wandb_project_name": "50%"}, ("wandb.wandb_project_name", "50%", 128)),
+        ({"wandb__wandb_project_name": "x" * 129}, ("wandb.wandb_project_name", 128)),
+        ({"wandb__wandb_group": "x" * 129}, ("wandb.wandb_group", 129, 128)),
+        ({"wandb__wandb_name": "x" * 109}, ("wandb.wandb_name", 109, 108)),
+        ({"wandb__tags": ["short", "dataset:" + "x" * 57]}, ("wandb.tags", 65, 64)),
+        ({"wandb__tags": [""]}, ("wandb.tags", 0, 64)),
+        ({"wandb__wandb_project_name": "rl/maths", "wandb__mode": "disabled"}, ()),
+        ({"wandb__wandb_project_name": "rl/maths", "tracker": ["tensorboard"]}, ()),
+        ({"wandb__wandb_project_name": "my rl, v1.2 = é", "wandb__wandb_group": "a/b: c", "wandb__tags": ["é/ b"]}, ()),
+    ],
+)
+def test_names_that_wandb_refuses_are_refused_where_it_is_used(
+    base: Config, changes: dict[str, object], words: tuple[str | int, ...]
+) -> None:
+    if words:
+        with pytest.raises(ConfigError, match=says(*words)):
+            rules.check_rules(changed(base, **changes))
+    else:
+        rules.check_rules(changed(base, **changes))
 
 
 def test_domain_has_another_name_than_the_conversations_beside_it(base: Config) -> None:

@@ -37,6 +37,13 @@ def test_tracker_is_one_or_several(tmp_path: Path) -> None:
         config(tmp_path, "tracker=comet")
 
 
+def test_run_folder_with_a_long_name_has_names_that_wandb_takes(tmp_path: Path) -> None:
+    section = config(tmp_path).wandb
+    names = [wandb.run_identity(section, tmp_path / ("é" * 120 + end) / "run", "preprocessor_12") for end in "ab"]
+    assert all(len(name["group"]) <= 128 >= len(name["name"]) for name in names)
+    assert len({name["group"] for name in names}) == len({name["name"] for name in names}) == 2
+
+
 def test_tensorboard_has_every_point_under_the_roles_name(tmp_path: Path) -> None:
     logger = MetricsLogger(config(tmp_path, "tracker=tensorboard"), tmp_path, "finetune")
     for step in (1, 2, 3):
