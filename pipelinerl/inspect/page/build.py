@@ -44,9 +44,23 @@ CHECKED_FOR_TEXT = 200
 
 def write_page(run_dirs: Sequence[Path], path: Path) -> int:
     """Write the page and return its size in bytes."""
-    page = build_page([collect(run_dir, MAX_ROLLOUT_BYTES // len(run_dirs)) for run_dir in run_dirs])
+    page = build_page(collect_all(run_dirs))
     replace_file(path, page, mode=0o600)
     return len(page)
+
+
+def collect_all(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the data of each run for one page, under names that tell the runs apart."""
+    found = [collect(run_dir, MAX_ROLLOUT_BYTES // len(run_dirs)) for run_dir in run_dirs]
+    return [run | {"name": name} for run, name in zip(found, names_of(run_dirs), strict=True)]
+
+
+def names_of(run_dirs: Sequence[Path]) -> list[str]:
+    """The last parts of the folders' paths, as many as it takes to tell all folders apart."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    longest = max(map(len, parts))
+    count = next(n for n in range(1, longest + 1) if len({one[-n:] for one in parts}) == len(set(parts)))
+    return [str(Path(*one[-count:])) for one in parts]
 
 
 def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]:
@@ -159,7 +173,7 @@ class LiveRuns:
     def runs(self) -> list[dict[str, Any]]:
         with self._lock:
             if time.monotonic() - self._read_at > self._fresh_s:
-                self._runs = [collect(path, MAX_ROLLOUT_BYTES // len(self._run_dirs)) for path in self._run_dirs]
+                self._runs = collect_all(self._run_dirs)
                 self._read_at = time.monotonic()
             return self._runs
 

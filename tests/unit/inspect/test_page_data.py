@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -213,6 +214,17 @@ def test_within_stops_at_its_bytes(text: TokenText) -> None:
     rollouts = [seen(text, attempt=attempt) for attempt in range(10)]
     size = len(json.dumps(browser.as_data(rollouts[0], text), ensure_ascii=False).encode())
     assert [one["id"] for one in browser.within(rollouts, text, 3 * size)] == [f"0-0/{a}" for a in range(3)]
+
+
+def test_runs_of_one_page_have_names_that_tell_them_apart(run_dir: Path, tmp_path: Path) -> None:
+    folders = [Path("/r/ppo/seed 1"), Path("/r/gspo/seed 1"), Path("/r/gspo/seed 2")]
+    assert build.names_of(folders) == ["ppo/seed 1", "gspo/seed 1", "gspo/seed 2"]
+    assert build.names_of(folders[1:]) == ["seed 1", "seed 2"]
+    assert build.names_of([Path("/r/x"), Path("/r/x")]) == ["x", "x"]
+    shutil.copytree(run_dir, tmp_path / "other" / run_dir.name)
+    runs = build.collect_all([run_dir, tmp_path / "other" / run_dir.name])
+    assert [run["name"] for run in runs] == build.names_of([run_dir, tmp_path / "other" / run_dir.name])
+    assert len({run["name"] for run in runs}) == 2
 
 
 def test_build_page_stays_within_its_size(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
