@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.config.load import load_run
@@ -79,7 +80,7 @@ def table_of(before: dict[str, Lease], after: dict[str, Lease]) -> Table:
             str(lease.serves) if lease.capacity else "",
             str(lease.capacity or ""),
             lease.version,
-            lease.url,
+            escape(lease.url),
         )
     return table
 

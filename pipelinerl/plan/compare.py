@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.config.load import load_run
@@ -203,7 +204,7 @@ def _weighted(steps: Points, name: MetricName) -> float | None:
 
 def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     facts, prediction, lines = compare_run(args.run_dir)
-    table = Table(title=f"{args.run_dir}: model and measurement", title_justify="left")
+    table = Table(title=f"{escape(str(args.run_dir))}: model and measurement", title_justify="left")
     for column in ("", "predicted", "measured", "measured / predicted"):
         table.add_column(column, justify="left" if not column else "right")
     for line in lines:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.config.debug import started_kinds
@@ -38,11 +39,11 @@ def world_table(world: WorldMap, weights_by: str | None = None, started: Collect
         for index, job in enumerate(jobs):
             devices = job.gpus if world.accelerator == "cuda" else job.cores
             table.add_row(
-                f"{node.rank} {node.hostname}" if index == 0 else "",
+                f"{node.rank} {escape(node.hostname)}" if index == 0 else "",
                 job.name,
                 compact_numbers(devices),
-                job.url,
-                job_note(job, world) if started is None or job.kind in started else "not started by this run",
+                escape(job.url),
+                escape(job_note(job, world)) if started is None or job.kind in started else "not started by this run",
                 end_section=index == len(jobs) - 1,
             )
     return table
@@ -167,11 +168,11 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
     is_stored = cfg.weights.backend == "store"
     jobs: RenderableType = world_table(world, "a store" if is_stored else None, started_kinds(cfg))
     if is_stored:
-        jobs = Group(jobs, store_line(cfg, shape))
+        jobs = Group(jobs, escape(store_line(cfg, shape)))
     if world.accelerator == "cpu":
         return jobs
     if shape is None:
-        return Group(jobs, f"No memory plan: the config.json of {cfg.model_path} is not on this machine.")
+        return Group(jobs, f"No memory plan: the config.json of {escape(cfg.model_path)} is not on this machine.")
     detected = gpu_memory_bytes()
     gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
     plans = memory_plan(cfg, world, shape, gpu_bytes)

@@ -16,7 +16,7 @@ from tests.says import says
 def test_lease_that_is_not_renewed_meanwhile_is_told_from_one_that_is(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     quiet = Lease(name="actor_0", incarnation="a", ttl_s=9, state="ready")
-    lively = Lease(name="actor_llm_3", incarnation="b", ttl_s=9, url="http://h:1", capacity=64, serves=1, version="7")
+    lively = Lease(name="actor_llm_3", incarnation="b", ttl_s=9, url="http://[fd00::1]:1", capacity=64, serves=1, version="7")
     store.overwrite(quiet)
     store.overwrite(lively)
     looked = look_twice(store, lambda _: store.overwrite(Lease(**{**_fields(lively), "sequence": 1})))
@@ -24,7 +24,7 @@ def test_lease_that_is_not_renewed_meanwhile_is_told_from_one_that_is(tmp_path: 
     console.print(table_of(*looked))
     lines = [line for line in console.export_text().splitlines() if "actor" in line]
     assert "not renewed for 2.5 s" in lines[0]
-    assert [text in lines[1] for text in ("held", "starting", "64", "7", "http://h:1")] == [True] * 5
+    assert [text in lines[1] for text in ("held", "starting", "64", "7", "http://[fd00::1]:1")] == [True] * 5
 
 
 def test_only_a_member_can_be_asked_to_leave(tmp_path: Path) -> None:

@@ -489,6 +489,14 @@ def test_table_shows_every_job_with_its_devices():
         assert expected in text
 
 
+def test_table_shows_names_with_brackets_as_they_are():
+    cfg = make_config("weights.backend=store", 'weights.store="/data/[a] b/[bold]"', 'model_path="/m/[x]"')
+    node = Cluster(accelerator="cuda", nodes=(Node(rank=0, hostname="fd00::1", devices=8),))
+    text = rendered(render_world(cfg, map_world(cfg, node, check=False)))
+    for expected in ("/data/[a] b/[bold]", "config.json of /m/[x] is", "http://[fd00::1]:"):
+        assert expected in text
+
+
 def test_table_names_idle_devices_and_cores():
     cpu = Cluster(accelerator="cpu", nodes=(Node(rank=0, hostname="127.0.0.1", devices=2, cores=(0, 1)),))
     text = rendered(world_table(map_world(make_config(), cpu, check=False)))
