@@ -19,19 +19,20 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.actor.groups import dataset_of
 from pipelinerl.actor.sampling import try_sampler
 from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
-from pipelinerl.config.rules import METRICS_OF_ALL
+from pipelinerl.config.rules import METRIC_GROUPS, METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.domains.environments.serve import check_class
@@ -246,6 +247,8 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         for dotted in dict.fromkeys((section.rollout_policy, section.dataset_loader)):
             warnings += self_imports(dotted)
         domain.check_keys(rollout, train + test)
+        if not domain.several:
+            check_data_sets(section.dataset_loader, train)
         if sees_hint(cfg, section.name) and not all(isinstance(problem.get("hint"), str) for problem in train):
             raise DomainError(
                 f"`teachers.hint` is true, but a training problem of {section.dataset_loader} has no text `hint`"
@@ -258,6 +261,17 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
             if failure.certain:
                 raise DomainError(text) from failure
             warnings.append(text)
+
+
+def check_data_sets(loader: str, problems: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse data sets of which the metrics would be taken for other ones. One alone has no metrics of its own."""
+    names = sorted({dataset_of(problem) for problem in problems})
+    for name in names if len(names) > 1 else ():
+        if (group := name.partition("/")[0]) in METRIC_GROUPS or not name:
+            raise DomainError(
+                f"{loader}: the `dataset` of a training problem is {name!r}: its metrics would be {name}/reward and so "
+                f"on, but {group}/… are others; give it another name, e.g. train-{name}"
+            )
 
 
 @contextlib.contextmanager

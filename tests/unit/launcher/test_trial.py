@@ -11,8 +11,14 @@ from pydantic import ConfigDict
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.chat.images import placeholder_id
 from pipelinerl.domains.largest import generate_rollout
-from pipelinerl.errors import TransportError, VerifierError
-from pipelinerl.launcher.domain_check import ByteTokenizer, TrialFailure, scripted_llm, try_rollouts
+from pipelinerl.errors import DomainError, TransportError, VerifierError
+from pipelinerl.launcher.domain_check import (
+    ByteTokenizer,
+    TrialFailure,
+    check_data_sets,
+    scripted_llm,
+    try_rollouts,
+)
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from tests import pictures
@@ -59,6 +65,14 @@ async def test_trial_same_error_everywhere_is_certain() -> None:
     failure = await failure_of(broken)
     assert failure.certain
     assert str(failure).startswith("raises on every rollout: ValueError: always (")
+
+
+def test_data_sets_whose_metrics_would_be_others_are_refused() -> None:
+    check_data_sets("a.load", [{"dataset": "eval"}, {"dataset": "eval"}])
+    check_data_sets("a.load", [{"dataset": "openai/gsm8k:main@train"}, {"dataset": "evals/x"}, {"dataset": "/eval/x"}])
+    for name in ("eval", "eval/x.jsonl", "mix/x", ""):
+        with pytest.raises(DomainError, match=says("a.load", "dataset", repr(name))):
+            check_data_sets("a.load", [{"dataset": "other"}, {"dataset": name}])
 
 
 @pytest.mark.parametrize("name", ["step", "version", "reward_max", "format/ok"])
