@@ -703,31 +703,22 @@ def _equal_times(answer: Value, reference: Value) -> bool:
 
 
 def _equal_ratios(answer: Value, reference: Value, rules: Rules) -> bool:
-    left, right = _terms(answer), _terms(reference)
-    if left is None or right is None:
+    if not (isinstance(answer, Ratio | Num | Op | Sym) and isinstance(reference, Ratio | Num | Op | Sym)):
         return False
+    left, right = (value.items if isinstance(value, Ratio) else (value,) for value in (answer, reference))
     if not rules.operators and any(map(is_undone, left)) and not any(map(is_undone, right)):
         return False
-    if len(left) == 1 or len(right) == 1:
-        return all(len(terms) <= 2 for terms in (left, right)) and equal_quantities(
-            _quotient(left), _quotient(right), rules
-        )
+    if max(len(left), len(right)) == 2 and min(len(left), len(right)) == 1:
+        given, wanted = (terms[0] if len(terms) == 1 else Op("/", terms) for terms in (left, right))
+        return equal_quantities(given, wanted, rules)
+    if len(left) != len(right):
+        return False
     if Fraction(0) in map(exact, (*left, *right)):
-        return len(left) == len(right) and all(map(equal_numbers, left, right))
-    return len(left) == len(right) and all(
+        return all(map(equal_numbers, left, right))
+    return all(
         equal_quantities(Op("*", (left[0], b)), Op("*", (right[0], a)), STATED)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def _terms(value: Value) -> tuple[Tree, ...] | None:
-    if isinstance(value, Ratio):
-        return value.items
-    return (value,) if isinstance(value, Num | Op | Sym) else None
-
-
-def _quotient(terms: tuple[Tree, ...]) -> Tree:
-    return terms[0] if len(terms) == 1 else Op("/", terms)
 
 
 def _matrix_of(value: Value) -> Matrix | None:

@@ -3,7 +3,7 @@ r"""Parses an answer in LaTeX into a tree. What the grammar does not cover raise
     answer   = item { ("," | ";" | "or" | "and") item }
     item     = [label] side { relation side }
     side     = sum { ("\cup" | "\cap" | "\setminus") sum }  |  sum { ":" sum }
-    sum      = term { ("+" | "-" | "\pm" | "\mp") term }
+    sum      = term { ("+" | "-" | "\pm" | "\mp" | nothing between two measures) term } [ "\pmod" atom ]
     term     = factor { ["\cdot" | "\times" | "*" | "/" | "\div"] factor }
     factor   = atom { "^" atom | "_" atom | "!" | "%" | "^\circ" }
 

@@ -55,25 +55,18 @@ def _expression(text: str) -> str | None:
     text = re.sub(r"\bper cent\b", "percent", text)
     text = re.sub(r"\b(?:square|sq\.?) +([A-Za-z]+)", r"\1^2", re.sub(r"\b(?:cubic|cu\.?) +([A-Za-z]+)", r"\1^3", text))
     text = re.sub(r"([A-Za-z]+) squared", r"\1^2", re.sub(r"([A-Za-z]+) cubed", r"\1^3", text))
-    if not re.sub(r"[A-Za-z]", "", text).strip(" .^-/*()0123456789%"):
-        parts = re.split(r"(\s+per\s+|\s*/\s*|\s*\*\s*|\s+)", text)
-    else:
+    if re.sub(r"[A-Za-z]", "", text).strip(" .^-/*()0123456789%"):
         return None
-    if not all(part.strip() for part in parts[::2]):
-        return None  # an operand is missing
+    pieces = re.split(r"(\s+per\s+|\s*/\s*|\s*\*\s*|\s+)", text)
     built = ""
-    for part in parts:
-        if not part.strip():
-            built += "*" if part else ""
-        elif part.strip() in ("per", "/", "*"):
-            built += "*" if part.strip() == "*" else "/"
-        else:
-            match = re.fullmatch(r"([A-Za-z%]+)\.?(?:\^\(?(-?[1-9])\)?)?", part)
-            name = None if match is None else _name(match[1])
-            if match is None or name is None:
-                return None
-            built += name + (f"**({match[2]})" if match[2] else "")
-    return built or None
+    for operand, joint in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        match = re.fullmatch(r"([A-Za-z%]+)\.?(?:\^\(?(-?[1-9])\)?)?", operand)
+        name = None if match is None else _name(match[1])
+        if match is None or name is None:
+            return None
+        built += name + (f"**({match[2]})" if match[2] else "")
+        built += "/" if joint.strip() in ("per", "/") else "*" if joint else ""
+    return built
 
 
 @functools.lru_cache(maxsize=4096)
