@@ -9,6 +9,7 @@ are the alarms of `inspect.alarms`.
 
 import dataclasses
 import math
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -582,7 +583,7 @@ def confident_failures(evidence: Evidence) -> Iterable[Cause]:
         cure="Compare these answers with their references. Wrong references, or a judge that refuses right answers, "
         "look like this; else the policy became sure of a mistake",
         level=Level.OUTCOME,
-        command=f"pipelinerl rollouts {{run}} --group {failed[-1][0].group}",
+        command=f"pipelinerl rollouts {{run}} --group={shlex.quote(failed[-1][0].group)}",
     )
 
 

@@ -1,6 +1,7 @@
 """What roles did that ran without the rest of their run (`debug.mode`): figures, as lines and in `alone.json`."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +150,7 @@ def debug_run_lines(figures: dict[str, Any], run_dir: Path) -> list[str]:
                 f"batches          {figures['batches']} of {figures['rollouts_packed']} rollouts, "
                 f"{number(figures['tokens'], 0)} trained tokens",
                 f"dropped          {_counts(figures['rollouts_dropped'])}",
-                f"look at          pipelinerl rollouts {run_dir}; metrics/preprocessor.jsonl",
+                f"look at          pipelinerl rollouts {shlex.quote(str(run_dir))}; metrics/preprocessor.jsonl",
                 f"train them with  debug.mode=finetune debug.streams_from={run_dir}",
             ]
         case "finetune":
@@ -191,7 +192,7 @@ def _evaluation_lines(figures: dict[str, Any]) -> list[str]:
 
 def _where_rollouts_are(run_dir: Path) -> list[str]:
     return [
-        f"look at          pipelinerl rollouts {run_dir} (--best 3, --worst 3, --grep REGEX)",
+        f"look at          pipelinerl rollouts {shlex.quote(str(run_dir))} (--best 3, --worst 3, --grep REGEX)",
         f"pack them with   debug.mode=preprocessor debug.streams_from={run_dir}",
     ]
 

@@ -9,6 +9,7 @@ record may have said is no violation: the number of such records is shown, and w
 """
 
 import argparse
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -295,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for server, count in sorted(ledger.refused.items()):
             print(f"{count:8d}  not used: {server} missed the weight probe for them")
         if ledger.unreadable:
-            print(f"{ledger.unreadable:8d}  damaged records: `pipelinerl streams verify {args.run_dir}` says whose")
+            look = f"pipelinerl streams verify {shlex.quote(str(args.run_dir))}"
+            print(f"{ledger.unreadable:8d}  damaged records: `{look}` says whose")
     for violation in ledger.violations:
         print(f"VIOLATION  {violation}", file=sys.stderr)
     return 1 if ledger.violations else 0

@@ -77,7 +77,8 @@ def lines(found: Sequence[Cause], run_dir: Path, attempts: int) -> list[str]:
 
 
 def command_of(cause: Cause, run_dir: Path) -> str:
-    return cause.command.format(run=shlex.quote(str(run_dir)), step=cause.step or 0)
+    command = cause.command.replace("{step}", str(cause.step or 0))  # no format: a group's name may have braces
+    return command.replace("{run}", shlex.quote(str(run_dir)))
 
 
 def as_data(cause: Cause, run_dir: Path) -> dict[str, Any]:

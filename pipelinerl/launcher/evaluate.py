@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
     if args.keep:
-        print(f"look at          pipelinerl rollouts {folder} --test", file=sys.stderr)
+        print(f"look at          pipelinerl rollouts {shlex.quote(str(folder))} --test", file=sys.stderr)
     else:
         shutil.rmtree(folder)
         print("the rollouts and logs are deleted; --keep DIR keeps them", file=sys.stderr)

@@ -5,6 +5,7 @@ No report changes how the run ended. A report that cannot be made is told and le
 
 import asyncio
 import logging
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ class RunReports:
         else:
             self._keep()
             return
-        self._say(f"no {REPORT_FILE}: {why}; `pipelinerl report {self._path}` makes it")
+        self._say(f"no {REPORT_FILE}: {why}; `pipelinerl report {shlex.quote(str(self._path))}` makes it")
 
     def _keep(self) -> None:
         if self._tracking:

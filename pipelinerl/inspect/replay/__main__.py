@@ -14,6 +14,7 @@ many ranks as the run had. On CPUs of one kind with the same torch it is bit-equ
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--step {args.step}: the bundle holds step {plan.step}")
         if args.export is not None:
             size = files.pack(folder, args.export)
-            print(f"{args.export}: step {plan.step}, {size / 2**20:.1f} MB; `pipelinerl replay {args.export}`")
+            again = f"pipelinerl replay {shlex.quote(str(args.export))}"
+            print(f"{args.export}: step {plan.step}, {size / 2**20:.1f} MB; `{again}`")
             return 0
         files.changed_loss(files.read_config(folder), changes)  # refuses a wrong key before anything is computed
         own, other = computed(folder, plan, changes, args.mismatch)

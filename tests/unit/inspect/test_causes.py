@@ -1,9 +1,13 @@
 """Planted failures: the right cause comes first, and nothing is said about runs that learn."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from pipelinerl.inspect.alarms import History, Settings
 from pipelinerl.inspect.causes import Attempt, Drift, Evidence, causes
+from pipelinerl.inspect.why import command_of
 from tests.planted_runs import FAULTS, Fault, play
 
 
@@ -126,6 +130,14 @@ def test_failures_are_confident_where_all_attempts_agree_and_many_such_groups_fa
     newest = [[float(n >= failing)] * attempts for n in range(30)]
     assert named(groups_of([letters] * 90, [[1.0] * attempts] * 60 + newest)) == found
     assert named(groups_of([letters] * 90, newest + [[1.0] * attempts] * 60)) == [], "an old state"
+
+
+def test_command_names_a_group_of_a_domain_of_any_name() -> None:
+    rewards = [[1.0] * 4] * 60 + [[float(n >= 12)] * 4 for n in range(30)]
+    attempts = [replace(attempt, group=f"my {{x}}-{attempt.group}") for attempt in groups_of(["aaaa"] * 90, rewards)]
+    found = causes(Evidence(history=History(), answers=attempts))
+    (cause,) = (cause for cause in found if cause.name == "confident failures")
+    assert command_of(cause, Path("/r/a {run}")) == "pipelinerl rollouts '/r/a {run}' --group='my {x}-0-71'"
 
 
 def test_an_entropy_collapse_beside_confident_failures_may_be_that_of_wrong_references() -> None:
