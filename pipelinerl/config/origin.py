@@ -41,11 +41,10 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
     if isinstance(found.get("reference_model_path"), str):
         found["reference_model_path"] = _absolute_model(found["reference_model_path"], base)
     if found.get("teachers"):
-        found["teachers"] = [
-            {**teacher, "model_path": _absolute_model(teacher["model_path"], base)}
-            if isinstance(teacher.get("model_path"), str)
-            else teacher
-            for teacher in found["teachers"]
+        found["teachers"] = [_with_absolute_model(teacher, base) for teacher in found["teachers"]]
+    if found.get("judges"):
+        found["judges"] = [
+            judge if judge.get("url") else _with_absolute_model(judge, base) for judge in found["judges"]
         ]
     deepspeed = found.get("deepspeed_config")
     if isinstance(deepspeed, str) and (base / deepspeed).is_file():
@@ -89,6 +88,11 @@ def data_file(name: str, base: Path = Path()) -> tuple[str, str] | None:
     path = match["path"]
     is_path = not re.search("[:@]", path) or _looks_local(path) or (base / path).is_file()
     return (path, match["part"]) if is_path else None
+
+
+def _with_absolute_model(section: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    path = section.get("model_path")
+    return {**section, "model_path": _absolute_model(path, base)} if isinstance(path, str) else dict(section)
 
 
 def _absolute_model(path: str, base: Path) -> str:

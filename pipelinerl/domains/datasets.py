@@ -93,6 +93,8 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
 def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
     if name.startswith("https://"):
         return hub_rows("json", None, "train", streaming, data_files=name)
+    if "://" in name:
+        raise DomainError(f"dataset {name!r}: only addresses that begin with https:// are read; download it")
     if (local := data_file(name)) is not None:
         return local_rows(name, *local)
     match = NAME.fullmatch(name)

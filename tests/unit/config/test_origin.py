@@ -58,6 +58,16 @@ def test_model_is_a_folder_if_it_is_there_looks_like_one_or_will_be_built(tmp_pa
     assert model("~/x").startswith(str(Path.home()))
 
 
+def test_models_of_teachers_and_judges_are_folders_like_the_runs_own(tmp_path: Path) -> None:
+    (tmp_path / "models" / "a b").mkdir(parents=True)
+    judge = {"name": "j", "model_path": "models/a b/", "url": None}
+    found = absolute(
+        {"judges": [judge, judge | {"url": "https://h/v1"}], "teachers": [{"model_path": "models/a b"}]}, tmp_path
+    )
+    assert [judge["model_path"] for judge in found["judges"]] == [f"{tmp_path}/models/a b", "models/a b/"]
+    assert found["teachers"] == [{"model_path": f"{tmp_path}/models/a b"}]
+
+
 def test_paths_among_the_users_own_parameters_are_absolute_where_they_are_there(tmp_path: Path) -> None:
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "a.txt").touch()

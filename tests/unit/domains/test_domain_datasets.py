@@ -133,6 +133,12 @@ def test_dataset_out_of_reach_is_named(monkeypatch):
         load_problems(["openai/gsm8k:main"])
 
 
+@pytest.mark.parametrize("name", ["http://host/rows.json", "s3://bucket/rows.jsonl", "hf://datasets/a/b"])
+def test_address_of_another_kind_is_refused(name):
+    with pytest.raises(DomainError, match=says(f"'{name}'", "https://")):
+        load_problems([name])
+
+
 def test_missing_file_is_named():
     with pytest.raises(DomainError, match="no such file"):
         load_problems(["nowhere/none.jsonl"])
