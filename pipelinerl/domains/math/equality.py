@@ -202,7 +202,7 @@ def _shifted(tree: Tree, name: str) -> Tree:
         return tree
     try:
         first, second, third = (numeric(tree, {**_values_at(0, names), name: n}, real=True) for n in (0, 1, 2))
-    except NoValueError:
+    except (NoValueError, TooLargeError):
         return tree
     slope = second - first
     if slope == 0 or not _near(third - second, slope):
@@ -844,13 +844,12 @@ def _is_literal(tree: Tree) -> bool:
 
 def is_undone(tree: Tree) -> bool:
     """Whether a sum, difference or product of literal numbers is left in a term: ``40 + 2``, ``\\sqrt{4 + 5}``."""
-    value, _ = split(tree)
-    return any(
-        isinstance(part, Op)
-        and part.name in ("+", "*")
-        and (all(map(_is_literal, part.args)) or (part.name == "+" and Fraction(0) in map(exact, part.args)))
-        for part in parts(value)
-    )
+    for part in parts(split(tree)[0]):
+        if isinstance(part, Op) and part.name in ("+", "*"):
+            adds_zero = part.name == "+" and any(isinstance(arg, Num) and arg.value == 0 for arg in part.args)
+            if adds_zero or all(map(_is_literal, part.args)):
+                return True
+    return False
 
 
 def equal_numbers(answer: Tree, reference: Tree) -> bool:

@@ -281,16 +281,18 @@ QUANTIFIER = re.compile(
 )
 """What a name behind an answer stands for: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
 
+QUANTIFIER_TOKENS = 12
+"""As many tokens it has at most."""
+
 
 def _without_quantifier(tokens: list[Token]) -> tuple[list[Token], Chain | None]:
     """Takes what the end of an answer says of a name. Of a real number it says nothing."""
-    for at in range(1, len(tokens)):
+    for at in range(max(1, len(tokens) - QUANTIFIER_TOKENS), len(tokens)):
         match = QUANTIFIER.fullmatch(" ".join(" ".join(token.text for token in tokens[at:]).split()).strip(" ,."))
-        if match is None or not (
-            (match["clause"] and (match["all"] or match["kind"] or match["taken"])) or match["integer"]
-        ):
+        if match is None:
             continue
-        if not match["clause"] and tokens[at - 1].text != ",":
+        speaks = match["clause"] and (match["all"] or match["kind"] or match["taken"])
+        if not speaks and not (match["integer"] and (match["clause"] or tokens[at - 1].text == ",")):
             continue
         at -= tokens[at - 1].text == ","
         domain = match["set"] or ("Z" if match["kind"] == "integer" or match["integer"] else "R")
