@@ -247,7 +247,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         for dotted in dict.fromkeys((section.rollout_policy, section.dataset_loader)):
             warnings += self_imports(dotted)
         domain.check_keys(rollout, train + test)
-        if not domain.several:
+        if len(domains) == 1:
             check_data_sets(section.dataset_loader, train)
         if sees_hint(cfg, section.name) and not all(isinstance(problem.get("hint"), str) for problem in train):
             raise DomainError(
