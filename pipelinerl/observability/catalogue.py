@@ -343,7 +343,7 @@ def warn_undeclared(role: str, names: Iterable[str]) -> None:
 @cache
 def _patterns(role: str, domain_metrics: tuple[str, ...] | None) -> tuple[re.Pattern[str], ...]:
     given = "[^/]+" if domain_metrics is None else "|".join(map(re.escape, domain_metrics)) or "(?!)"
-    return tuple(re.compile(_pattern(metric, given)) for metric in CATALOGUE.get(role, ()))
+    return tuple(re.compile(_pattern(metric, given), re.DOTALL) for metric in CATALOGUE.get(role, ()))
 
 
 def _pattern(name: str, given: str) -> str:

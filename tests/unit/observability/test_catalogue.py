@@ -68,6 +68,7 @@ def test_catalogue_page_is_that_of_the_declarations():
         ("actor", "openai/gsm8k:main@train/queue_depth", False),
         ("actor", "eval//data/rows.jsonl/num_turns", True),
         ("actor", "eval/math//data/rows.jsonl/num_turns", True),
+        ("actor", "two\nlines/num_turns", True),
         ("actor", "loop_blocked_s/a/b", False),
         ("nobody", "loss", False),
     ],
