@@ -94,11 +94,7 @@ class Deployment:
 
     @cached_property
     def output_dir(self) -> str | None:
-        """The run folder that the command line names.
-
-        Raises:
-            ConfigError: only a machine of the run knows which folder is meant.
-        """
+        """What the command line says for the run folder. Raises ``ConfigError`` if it is no text."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
@@ -110,8 +106,16 @@ class Deployment:
             folder = override.value()
         except HydraException as error:
             raise ConfigError(explain_refusal(error)) from error
-        if not isinstance(folder, str) or folder.startswith("~") or "${" in folder:
-            raise ConfigError(f"{said[-1]}: the document needs one path that is the same everywhere: write it out")
+        if not isinstance(folder, str):
+            raise ConfigError(f"{said[-1]}: that is no folder")
+        return folder
+
+    @property
+    def run_folder(self) -> str:
+        """The run folder, for a document that has its path. Raises ``ConfigError`` if only a machine knows it."""
+        folder = self.output_dir or ""
+        if folder.startswith("~") or "${" in folder:
+            raise ConfigError(f"output_dir={folder}: the document has this path, the same for all nodes: write it out")
         return folder
 
 

@@ -128,9 +128,9 @@ def servers_of(deployment: Deployment) -> tuple[str, dict[str, str]]:
 
 
 def server_pod(deployment: Deployment, more: Sequence[str] = ()) -> dict[str, Any]:
-    if deployment.output_dir is None or not deployment.output_dir.startswith("/"):
-        raise ConfigError(f"output_dir={deployment.output_dir}: pods find the run by it, so it must begin with /")
-    address = f"redis://{hosts_of(deployment)[0]}:{REDIS_PORT}/{run_key(deployment.output_dir, deployment.name)}"
+    if not deployment.run_folder.startswith("/"):
+        raise ConfigError(f"output_dir={deployment.run_folder}: pods find the run by it, so it must begin with /")
+    address = f"redis://{hosts_of(deployment)[0]}:{REDIS_PORT}/{run_key(deployment.run_folder, deployment.name)}"
     command = ["-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run", "--job", "actor_llm"]
     environment = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     cores = server_cores(deployment.gpus_per_node) if deployment.gpus_per_node else deployment.cores

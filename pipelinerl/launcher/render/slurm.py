@@ -101,7 +101,6 @@ if [[ -n $stopping ]]; then echo "stopped; a job that is queued again resumes $P
 
 def render(deployment: Deployment) -> str:
     """Return the script for `sbatch`."""
-    assert deployment.output_dir is not None
     directives = [
         f"--job-name={deployment.name}",
         f"--nodes={deployment.nodes}",
@@ -118,7 +117,7 @@ def render(deployment: Deployment) -> str:
     settings = {
         "PRL_PYTHON": deployment.python,
         "PRL_WORKDIR": deployment.workdir,
-        "PRL_RUN": deployment.output_dir,
+        "PRL_RUN": deployment.run_folder,
         "PRL_RESTARTS": "3",
     }
     lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives)]

@@ -63,10 +63,19 @@ def test_documents_name_the_folder_that_the_command_line_means(folder: str) -> N
     assert container["command"][4] == f"redis://guess-nodes-0-0.guess:15000/{run_key(folder, 'guess')}"
 
 
-@pytest.mark.parametrize("value", ["~/x", '"~/x"', "'${oc.env:SCRATCH}/x'", "/a,/b", "[/a]", "null"])
-def test_folder_that_only_the_machines_know_is_refused(value: str) -> None:
+@pytest.mark.parametrize("value", ["~/x", "/a,/b", "[/a]", "null"])
+def test_folder_that_is_no_text_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=says("output_dir")):
         deployment(arguments=("--config-name=base", f"output_dir={value}"))
+
+
+@pytest.mark.parametrize("value", ['"~/x"', "'${oc.env:SCRATCH}/x'"])
+def test_folder_that_only_the_machines_know_is_refused_in_a_document_that_has_its_path(value: str) -> None:
+    given = deployment(arguments=("--config-name=base", f"output_dir={value}"), extra_servers=1)
+    for target in ("slurm", "jobset"):
+        with pytest.raises(ConfigError, match=says("output_dir", "write it out")):
+            TARGETS[target](given)
+    assert yaml.safe_load(TARGETS["skypilot"](given))
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
