@@ -16,7 +16,9 @@ from tests.says import says
 def test_lease_that_is_not_renewed_meanwhile_is_told_from_one_that_is(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     quiet = Lease(name="actor_0", incarnation="a", ttl_s=9, state="ready")
-    lively = Lease(name="actor_llm_3", incarnation="b", ttl_s=9, url="http://[fd00::1]:1", capacity=64, serves=1, version="7")
+    lively = Lease(
+        name="actor_llm_3", incarnation="b", ttl_s=9, url="http://[fd00::1]:1", capacity=64, serves=1, version="7"
+    )
     store.overwrite(quiet)
     store.overwrite(lively)
     looked = look_twice(store, lambda _: store.overwrite(Lease(**{**_fields(lively), "sequence": 1})))
