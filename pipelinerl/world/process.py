@@ -44,14 +44,15 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def killed_with_parent(command: Sequence[str]) -> list[str]:
     """Returns the command that runs ``command`` as a process which the kernel kills when its parent dies.
 
-    The process asks for it itself, through util-linux. With code between fork and exec (``preexec_fn``) it may never
-    start: libraries run code of their own after a fork, which can wait for threads that only the parent has, as was
-    seen in a process with torch. ``subprocess`` runs none of it otherwise.
+    The process asks for it itself, through util-linux, and ends where its parent has died before. With code between
+    fork and exec (``preexec_fn``) it may never start: libraries run code of their own after a fork, which can wait for
+    threads that only the parent has, as was seen in a process with torch. ``subprocess`` runs none of it otherwise.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise ConfigError(f"the program setpriv is missing, which starts {command[0]}: apt install util-linux")
-    return [setpriv, "--pdeathsig", "KILL", "--", *command]
+    unless_orphaned = ["/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
+    return [setpriv, "--pdeathsig", "KILL", "--", *unless_orphaned, *command]
 
 
 def raise_open_files() -> int:

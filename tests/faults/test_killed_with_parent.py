@@ -3,9 +3,11 @@
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from pipelinerl.world.process import killed_with_parent
 STARTS_ONE = """
 import subprocess, sys
 from pipelinerl.world.process import killed_with_parent
-process = subprocess.Popen(killed_with_parent(["sleep", "600"]))
+process = subprocess.Popen(killed_with_parent(["sleep", "600"]), stdout=subprocess.DEVNULL)
 print(process.pid, flush=True)
 sys.stdin.read()
 """
@@ -29,7 +31,21 @@ print(subprocess.run(killed_with_parent(["echo", "started"]), capture_output=Tru
 """
 
 
-def test_process_is_killed_when_its_parent_is_killed() -> None:
+ASKS_LATE = """#!/bin/sh
+while [ -d "/proc/$PPID" ]; do sleep 0.01; done
+exec {setpriv} "$@"
+"""
+
+
+@pytest.mark.parametrize("asks", ["at once", "after its parent's death"])
+def test_process_is_killed_when_its_parent_is_killed(
+    asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asks != "at once":
+        late = tmp_path / "setpriv"
+        late.write_text(ASKS_LATE.format(setpriv=shutil.which("setpriv")))
+        late.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     pipe = subprocess.PIPE
     parent = subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdin=pipe, stdout=pipe)
     assert parent.stdin is not None
