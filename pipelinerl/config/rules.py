@@ -375,11 +375,9 @@ def domains_are_told_apart(config: Config) -> str | None:
 
 def wandb_takes_its_names(config: Config) -> str | None:
     """Refuses names that wandb refuses, which it would do in the run, without its curves from then on."""
+    if "wandb" not in config.trackers:
+        return None
     names = config.wandb
-    if "wandb" not in (config.tracker if isinstance(config.tracker, list) else [config.tracker]):
-        return None
-    if names.mode == "disabled":
-        return None
     project = names.wandb_project_name
     if not project or len(project) > WANDB_CHARS or set(project) & set(NOT_IN_WANDB_PROJECTS):
         return (

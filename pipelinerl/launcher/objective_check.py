@@ -131,10 +131,7 @@ def compare_with_one_at_a_time(settings: LossSettings, *, has_gaps: bool = False
             raise ConfigError(f"the {name} of token {int(all_K.isnan().byte().argmax())} is nan where π/μ is {RATIOS}")
     rows = torch.arange(sum(SEQUENCES)).split(lengths)
     parts = [inputs[row] if has_gaps else _only_sequence(inputs[row]) for row in rows]
-    try:
-        alone = [_loss_columns(logprobs_K[row], part, settings) for row, part in zip(rows, parts, strict=True)]
-    except Exception as error:  # the user's function
-        raise ConfigError(f"{mistake} for one {unit} it fails with {type(error).__name__}: {error}") from error
+    alone = _columns_of_parts([logprobs_K[row] for row in rows], parts, settings, f"{mistake} for one {unit}")
     _refuse_difference(together, _concatenated(alone), mistake, f"its {unit} is computed alone")
 
 
@@ -163,13 +160,8 @@ def _on_two_ranks(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSetting
     columns, brought, passes = list[dict[str, Tensor]](), [list[Tensor]() for _ in range(2)], 0
     while passes <= max(map(len, brought)):
         ranks = [_TurnTaking(None, index, 2, others=brought[1 - index]) for index in range(2)]
-        try:
-            columns = [
-                _loss_columns(logprobs_K[row], replace(inputs[row], group=rank), settings)
-                for rank, row in zip(ranks, rows, strict=True)
-            ]
-        except Exception as error:  # the user's function
-            raise ConfigError(f"{NOT_BY_RANK} on a rank it fails with {type(error).__name__}: {error}") from error
+        parts = [replace(inputs[row], group=rank) for rank, row in zip(ranks, rows, strict=True)]
+        columns = _columns_of_parts([logprobs_K[row] for row in rows], parts, settings, f"{NOT_BY_RANK} on a rank")
         brought = [rank.brought for rank in ranks]
         passes += 1
     if len(brought[0]) != len(brought[1]):
@@ -216,6 +208,16 @@ def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
 def _only_sequence(inputs: TokenInputs) -> TokenInputs:
     """The inputs of one sequence's tokens as a micro-batch of it alone has them."""
     return replace(inputs, segments_K=torch.zeros_like(inputs.segments_K), num_segments=1)
+
+
+def _columns_of_parts(
+    logprobs: Sequence[Tensor], parts: Sequence[TokenInputs], settings: LossSettings, where: str
+) -> list[dict[str, Tensor]]:
+    """``_loss_columns`` of each part. Raises ``ConfigError`` that says ``where`` the function fails for one."""
+    try:
+        return [_loss_columns(logprobs_K, part, settings) for logprobs_K, part in zip(logprobs, parts, strict=True)]
+    except Exception as error:  # the user's function
+        raise ConfigError(f"{where} it fails with {type(error).__name__}: {error}") from error
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

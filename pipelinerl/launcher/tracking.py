@@ -14,7 +14,7 @@ from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.rollouts import whole_text
 from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_sequences
 from pipelinerl.observability.archive import read_archive
-from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread, chosen_trackers
+from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread
 from pipelinerl.records import ArchivedStep
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RunTracking:
 
     def __init__(self, cfg: Config, run_dir: Path):
         self._run_dir, self._every = run_dir, cfg.wandb.sample_steps
-        self._threads = [TrackerThread(name, cfg, run_dir, KIND) for name in chosen_trackers(cfg) if name in WITH_TEXT]
+        self._threads = [TrackerThread(name, cfg, run_dir, KIND) for name in cfg.trackers if name in WITH_TEXT]
         self._newest = 0
 
     def step(self, step: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from pipelinerl.config.paths import metrics_file
 from pipelinerl.config.sections import Config
 from pipelinerl.observability.catalogue import STEP, MetricName, warn_undeclared
-from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen_trackers
+from pipelinerl.observability.trackers import Tracker, TrackerThread
 from pipelinerl.world.disk import replace_file, replacement
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class MetricsLogger:
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[MetricName] = set()
         self._lock = threading.Lock()
-        self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in chosen_trackers(cfg)}
+        self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in cfg.trackers}
         self._sent = {
             name: SentSteps(self._path.with_suffix(f".{name}")) for name in (self._trackers if once_per_step else ())
         }

@@ -48,12 +48,6 @@ class Tracker(Protocol):
     def finish(self) -> None: ...
 
 
-def chosen_trackers(cfg: Config) -> tuple[str, ...]:
-    """Names of the trackers that the run uses."""
-    names = (cfg.tracker,) if isinstance(cfg.tracker, str) else tuple(dict.fromkeys(cfg.tracker))
-    return tuple(name for name in names if name != "wandb" or cfg.wandb.mode != "disabled")
-
-
 class TrackerThread:
     """The thread that owns a tracker. It ends at `close` or at the tracker's first error.
 

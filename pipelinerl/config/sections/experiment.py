@@ -333,6 +333,12 @@ class Config(Section):
         return None if in_the_mean else self.max_lag_steps
 
     @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that the run uses."""
+        names = (self.tracker,) if isinstance(self.tracker, str) else tuple(dict.fromkeys(self.tracker))
+        return tuple(name for name in names if name != "wandb" or self.wandb.mode != "disabled")
+
+    @property
     def batch_size(self) -> int:
         """Rollouts, or texts (`finetune.batch_unit`), per optimizer step over all trainer ranks."""
         return self.finetune.train_batch_size * self.finetune.gradient_accumulation_passes

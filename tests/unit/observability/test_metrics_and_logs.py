@@ -30,7 +30,8 @@ def config(mode: str = "disabled") -> SimpleNamespace:
         tags=[],
         sample_steps=20,
     )
-    return SimpleNamespace(wandb=section, tracker="wandb", launcher=SimpleNamespace(max_log_mb=1))
+    trackers = () if mode == "disabled" else ("wandb",)
+    return SimpleNamespace(wandb=section, trackers=trackers, launcher=SimpleNamespace(max_log_mb=1))
 
 
 def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> None:

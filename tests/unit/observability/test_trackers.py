@@ -16,7 +16,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.tracking import COLUMNS
 from pipelinerl.observability import wandb
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
-from pipelinerl.observability.trackers import chosen_trackers
 from tests.run_folder import Story, make_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,11 +27,11 @@ def config(run_dir: Path, *overrides: str) -> Config:
 
 
 def test_tracker_is_one_or_several(tmp_path: Path) -> None:
-    assert chosen_trackers(config(tmp_path)) == ("wandb",)
-    assert chosen_trackers(config(tmp_path, "tracker=tensorboard")) == ("tensorboard",)
-    assert chosen_trackers(config(tmp_path, "tracker=[trackio,wandb,trackio]")) == ("trackio", "wandb")
-    assert chosen_trackers(config(tmp_path, "tracker=[wandb,tensorboard]", "wandb.mode=disabled")) == ("tensorboard",)
-    assert chosen_trackers(config(tmp_path, "tracker=[]")) == ()
+    assert config(tmp_path).trackers == ("wandb",)
+    assert config(tmp_path, "tracker=tensorboard").trackers == ("tensorboard",)
+    assert config(tmp_path, "tracker=[trackio,wandb,trackio]").trackers == ("trackio", "wandb")
+    assert config(tmp_path, "tracker=[wandb,tensorboard]", "wandb.mode=disabled").trackers == ("tensorboard",)
+    assert config(tmp_path, "tracker=[]").trackers == ()
     with pytest.raises(ConfigError, match="tracker"):
         config(tmp_path, "tracker=comet")
 
