@@ -1,0 +1,116 @@
+"""Which rows of a data set become problems. A row that cannot be judged is left out, counted, and named once.
+
+A loader reads each row with a function that raises `UnusableRow`. Everything else that goes wrong, such as a column
+that the whole data set lacks, is a `DomainError` and ends the loading.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+from pipelinerl.errors import DomainError
+
+log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
+Problem = TypeVar("Problem")
+
+MAX_LEFT_OUT = 0.1
+"""Default of `dataset_loader_params.max_left_out`: above a tenth the columns are probably not what the user thinks."""
+
+
+class UnusableRow(DomainError):
+    """A row without what a judge needs.
+
+    Args:
+        reason: why, in the same words for all rows of a kind, as "the answer is missing".
+        detail: what this row holds.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(kw_only=True)
+class RowReport:
+    """How many rows of a data set were kept, and why the others were left out."""
+
+    dataset: str
+    kept: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Reason → number of rows."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """Reason → "row 7: …", the first row of its kind."""
+
+    @property
+    def share_left_out(self) -> float:
+        """Of all rows read, from 0 to 1. 0 if there are none."""
+        return self.left_out.total() / max(1, self.kept + self.left_out.total())
+
+    def lines(self) -> list[str]:
+        """One line for each reason, the most frequent one first."""
+        return [f"{count} rows: {reason} ({self.examples[reason]})" for reason, count in self.left_out.most_common()]
+
+
+def usable_problems(
+    rows: Iterable[Row], read: Callable[[Row, int], Problem], report: RowReport, max_rows: int | None = None
+) -> Iterator[Problem]:
+    """Yields the problems of the rows that can be judged, and counts all rows in ``report``.
+
+    Args:
+        rows: of one data set.
+        read: (row, index in the data set) → a problem. Raises `UnusableRow`.
+        report: of this data set.
+        max_rows: reads no more rows than this. None: all.
+    """
+    for index, row in enumerate(islice(rows, max_rows)):
+        try:
+            problem = read(row, index)
+        except UnusableRow as error:
+            report.left_out[error.reason] += 1
+            report.examples.setdefault(error.reason, f"row {index}: {error.detail}" if error.detail else f"row {index}")
+        else:
+            report.kept += 1
+            yield problem
+
+
+def load_usable(
+    dataset: str,
+    rows: Iterable[Row],
+    read: Callable[[Row, int], Problem],
+    *,
+    max_rows: int | None = None,
+    max_left_out: float = MAX_LEFT_OUT,
+) -> list[Problem]:
+    """Returns the problems of the rows that can be judged. Logs the others once for each reason.
+
+    Args:
+        dataset: name of the data set, for messages.
+        rows: its rows.
+        read: as in `usable_problems`.
+        max_rows: as in `usable_problems`.
+        max_left_out: largest share of rows that may be left out, from 0 to 1.
+    Raises:
+        DomainError: no row, or more rows than allowed, were left out.
+    """
+    report = RowReport(dataset=dataset)
+    problems = list(usable_problems(rows, read, report, max_rows))
+    for line in report.lines():
+        log.warning("event=rows_left_out dataset=%s %s", dataset, line)
+    if report.left_out and (not problems or report.share_left_out > max_left_out):
+        raise DomainError(
+            f"dataset {dataset!r}: {report.left_out.total()} of {report.kept + report.left_out.total()} rows cannot be "
+            f"used: {'; '.join(report.lines())}. `pipelinerl check {dataset}` lists them. Set the columns, or allow it "
+            f"with dataset_loader_params.max_left_out (now {max_left_out})"
+        )
+    return problems
+
+
+def is_unusable(value: Any) -> bool:
+    """Whether a cell has no value: None, NaN, or a text of spaces only."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
