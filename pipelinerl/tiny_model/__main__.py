@@ -1,5 +1,7 @@
 """`pipelinerl model --out PATH --recipe largest --seed 0 [--param max_number=30 …]`: build a tiny model.
 
+`pipelinerl model gguf FILE FOLDER`: the model in a GGUF file as a folder that transformers and vLLM load.
+
 A model that was built before from the same recipe, seed, parameters, code and versions is copied from the cache of the
 user: PIPELINERL_CACHE, by default pipelinerl in XDG_CACHE_HOME or ~/.cache.
 """
@@ -10,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import EXIT_REFUSED, ConfigError
 from pipelinerl.tiny_model import RECIPES, build
+from pipelinerl.tiny_model.gguf_file import DTYPES, convert_gguf
 
 
 def parse_param(text: str) -> tuple[str, object]:
@@ -32,27 +35,46 @@ def user_cache() -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command line (None: `sys.argv`) and returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    make = from_gguf if words[:1] == ["gguf"] else from_recipe
+    try:
+        print(make(words))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
+
+
+def from_gguf(words: list[str]) -> Path:
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl model gguf",
+        description="The model in a GGUF file as a folder that transformers and vLLM load.",
+    )
+    parser.add_argument("file", help="a GGUF file")
+    parser.add_argument("folder", help="folder to create; without --if-missing it must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the written weights")
+    parser.add_argument("--if-missing", action="store_true", help="keep a model that is already in the folder")
+    arguments = parser.parse_args(words[1:])
+    return convert_gguf(arguments.file, arguments.folder, arguments.dtype, if_missing=arguments.if_missing)
+
+
+def from_recipe(words: list[str]) -> Path:
     parser = argparse.ArgumentParser(prog="pipelinerl model", description=__doc__)
     parser.add_argument("--out", required=True, help="folder to create; without --if-missing it must not exist")
     parser.add_argument("--recipe", required=True, help=f"one of {', '.join(sorted(RECIPES))}, or module.function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--param", action="append", default=[], type=parse_param, metavar="NAME=VALUE")
     parser.add_argument("--if-missing", action="store_true", help="keep a model that is already in the folder")
-    arguments = parser.parse_args(argv)
-    try:
-        path = build(
-            arguments.out,
-            arguments.recipe,
-            arguments.seed,
-            dict(arguments.param),
-            user_cache() / "models",
-            if_missing=arguments.if_missing,
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(path)
-    return 0
+    arguments = parser.parse_args(words)
+    return build(
+        arguments.out,
+        arguments.recipe,
+        arguments.seed,
+        dict(arguments.param),
+        user_cache() / "models",
+        if_missing=arguments.if_missing,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Turns a GGUF file into a model folder: weights, tokenizer and chat template, as transformers and vLLM load them.
+
+transformers reads the file by the package `gguf` and dequantises every weight. What it leaves out without an error is
+an error here: tensors that the file lacks, and a scaling of rotary positions.
+"""
+
+import copy
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.tiny_model.builder import create
+
+MAGIC = b"GGUF"
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+def convert_gguf(file: str | Path, folder: str | Path, dtype: str = "bfloat16", *, if_missing: bool = False) -> Path:
+    """Writes the model in a GGUF file as a Hugging Face folder and returns the folder.
+
+    Args:
+        file: one GGUF file of an architecture that transformers reads.
+        folder: folder to create, published by one rename.
+        dtype: of the written weights, one of `DTYPES`.
+        if_missing: accept a model that is already in ``folder``. Otherwise an existing folder is an error.
+    Raises:
+        ConfigError: no such file, another format, an architecture or a feature that transformers does not read, a
+            missing package, a full disk, or ``folder`` exists.
+    """
+    source, target = Path(file), Path(folder)
+    if if_missing and (target / "config.json").is_file():
+        return target
+    if target.exists():
+        raise ConfigError(f"{target} exists: remove it or choose another folder for the model")
+    _check_file(source)
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("GGUF files need the package gguf: pip install 'gguf>=0.17'")
+    try:
+        create(target, lambda scratch: _write(source, scratch, dtype))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}") from error
+    return target
+
+
+def _check_file(file: Path) -> None:
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(MAGIC))
+    except OSError as error:
+        raise ConfigError(f"the GGUF file {file} cannot be read: {error.strerror or error}") from error
+    if start != MAGIC:
+        raise ConfigError(f"{file} is no GGUF file: it begins with {start!r}, not {MAGIC!r}")
+
+
+def _write(file: Path, folder: Path, dtype: str) -> None:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+        tensors = [tensor.name for tensor in reader.tensors]
+    except Exception as error:  # whatever the package meets in a damaged file
+        raise ConfigError(f"{file} is damaged or cut off: {type(error).__name__}: {error}") from error
+    if fields.get("split.count", 1) > 1:
+        count = fields["split.count"]
+        raise ConfigError(f"{file} is one of {count} parts: join them by llama.cpp's `gguf-split --merge`")
+    try:
+        model, tokenizer = _load(file, dtype)
+    except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+        name = fields.get("general.architecture")
+        raise ConfigError(
+            f"{file}: transformers does not read this file of architecture {name!r}: {type(error).__name__}: {error}"
+        ) from error
+    _check_positions(file, fields, tensors, model.config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for written in folder.glob("*.safetensors"):
+        written.chmod(0o644)  # safetensors lets nobody else read what it writes
+    (folder / "README.md").write_text(_card(file, fields, dtype), encoding="utf-8")
+
+
+def _load(file: Path, dtype: str) -> tuple[Any, Any]:
+    """Returns the model, with plain weights, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    packed, loading = AutoModelForCausalLM.from_pretrained(
+        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"it has no tensor for {', '.join(missing[:3])} ({len(missing)} are missing)")
+    # The model that came out of a GGUF file refuses to be saved, so its weights go into one of the same configuration.
+    config = copy.deepcopy(packed.config)
+    del config.quantization_config
+    config.dtype = getattr(torch, dtype)
+    config.architectures = [type(packed).__name__]
+    model = type(packed)(config).to(config.dtype)
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    return model, tokenizer
+
+
+def _check_positions(file: Path, fields: Mapping[str, Any], tensors: list[str], config: Any) -> None:
+    """Refuses a scaling of positions that transformers did not take over, because long texts would be wrong."""
+    name = fields.get("general.architecture")
+    kind = fields.get(f"{name}.rope.scaling.type", "none")
+    factors = [tensor for tensor in tensors if tensor.startswith("rope_f") or tensor.endswith("rope_factors.weight")]
+    taken = getattr(config, "rope_parameters", None) or {}
+    if (kind != "none" or factors) and taken.get("rope_type", "default") == "default":
+        seen = f"rope scaling {kind!r}" if kind != "none" else f"the tensor {factors[0]}"
+        raise ConfigError(f"{file} has {seen}, which transformers does not read from GGUF: use the model's own folder")
+
+
+def _card(file: Path, fields: Mapping[str, Any], dtype: str) -> str:
+    """A model card: where the weights come from, and their licence."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    name = fields.get("general.name", file.stem)
+    licence = fields.get("general.license", "unknown")
+    owner = fields.get("general.organization")
+    return (
+        f"---\nlicense: {licence}\n---\n# {name}\n\n"
+        f"{f'By {owner}. ' if owner else ''}Weights of `{file.name}` (SHA-256 {digest}), dequantised to {dtype}.\n"
+        f"Licence: {licence}, as the file states.\n"
+    )
