@@ -100,7 +100,8 @@ def _load(file: Path, dtype: str) -> tuple[Any, Any]:
         raise ValueError(f"it has no tensor for {', '.join(missing[:3])} ({len(missing)} are missing)")
     # The model that came out of a GGUF file refuses to be saved, so its weights go into one of the same configuration.
     config = copy.deepcopy(packed.config)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):  # not where the file holds plain weights
+        del config.quantization_config
     config.dtype = getattr(torch, dtype)
     config.architectures = [type(packed).__name__]
     model = type(packed)(config).to(config.dtype)
