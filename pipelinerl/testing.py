@@ -32,6 +32,7 @@ from pipelinerl.records.answers import (
 )
 from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
 from pipelinerl.streams.codec import Codec
+from pipelinerl.world.proxies import open_session
 
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
@@ -161,7 +162,7 @@ async def run_rollout(
         DomainError, RecordError: the actor would refuse the result. The message names the field.
     """
     config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg or {})
-    async with aiohttp.ClientSession() as session:
+    async with open_session() as session:
         result = await function(config, FakeLLM.saying(replies, **fields), problem, session)
     return check_result(result, OmegaConf.select(config, "actor.rewards") or "rollout")
 

@@ -4,7 +4,7 @@ import httpx
 from omegaconf import DictConfig
 
 from pipelinerl.world import Job
-from pipelinerl.world.tls import client_context
+from pipelinerl.world.proxies import own_client
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -32,7 +32,7 @@ def get_environment_jobs(cfg: DictConfig, key: str | None = None) -> list[Job]:
 def is_healthy(url: str) -> bool:
     """Whether a server answers ``GET /health``. One without that route answers 404, which counts too."""
     try:
-        answer = httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S, verify=client_context())
+        answer = httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S, **own_client())
         return answer.status_code < 500
     except httpx.HTTPError:
         return False

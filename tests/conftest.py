@@ -22,10 +22,12 @@ import numpy as np
 import psutil
 import pytest
 
+from pipelinerl.world.proxies import bypass
 from tests import compositions
 from tests.process_state import chosen, differences, process_state, restore, restore_choices
 
 hydra.compose = compositions.compose
+bypass(os.environ)  # a session of rollouts does it, too, and no test may change what later ones see
 LEAK_DEADLINE_S = 60.0
 
 

@@ -111,6 +111,7 @@ class Executor:
         client: sends the requests.
         rules: limits of a rollout.
         answers: journal of the answers of training problems. None: nothing outlives a crash.
+        session: what the functions get for their own requests. None: the client's.
     """
 
     def __init__(
@@ -121,11 +122,13 @@ class Executor:
         client: Client,
         rules: RolloutRules,
         answers: AnswerJournal | None = None,
+        session: aiohttp.ClientSession | None = None,
     ):
         self._cfg = cfg
         self._functions = functions
         self._train_llm, self._eval_llm = llms
         self._client, self._rules, self._answers = client, rules, answers
+        self._session = session or client.session
         self._policy = JoinPolicy()
         self._domains: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self.servers = ServerLoads()
@@ -209,7 +212,7 @@ class Executor:
             async with asyncio.timeout(None) as deadline:
                 llm.state.hint = self._hint(start)
                 with RolloutLimit(deadline, self._rules.timeout_s, partial(transport.answer_of, llm.state.name)):
-                    result = await function(self._cfg, llm, start.problem, self._client.session)
+                    result = await function(self._cfg, llm, start.problem, self._session)
             if llm.state.failure is not None:
                 raise llm.state.failure
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)

@@ -56,7 +56,7 @@ class Client:
     """Sends requests to servers, at most ``limits.max_requests`` at once. One per worker.
 
     Args:
-        session: the worker's connections. Domains use it too, so it carries no secret.
+        session: the worker's connections, directly to the servers. Domains may get it too, so it carries no secret.
         limits: limits on the requests.
         token: bearer token of the servers.
         only_version: the version of all tokens, whatever the servers say, in a run without a trainer. None: theirs.

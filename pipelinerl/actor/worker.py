@@ -122,6 +122,7 @@ async def _serve(
     from pipelinerl.actor.without_trainer import ONLY_VERSION
     from pipelinerl.domains.contract import domains_of
     from pipelinerl.observability import spans
+    from pipelinerl.world.proxies import open_session
 
     side = load_rollout_side(run_dir)
     spans.start_recording(side.config, run_dir, name)
@@ -129,12 +130,16 @@ async def _serve(
     gc.freeze()  # a full collection of the objects loaded so far blocks the loop for 70 ms and finds nothing
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30, ssl=client_context())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as to_servers,
+        open_session(connector=connector, connector_owner=False, timeout=timeout) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
         only_version = None if side.config.debug.mode is None else ONLY_VERSION
-        client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
+        client = Client(to_servers, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
         is_kept = side.config.actor.answer_journal and not side.config.finetune.router_replay
         answers = AnswerJournal(run_dir / job_name) if is_kept else None
-        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers)
+        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers, session)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
         names = [domain.section.name for domain in domains_of(side.config)]

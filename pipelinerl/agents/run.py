@@ -21,6 +21,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.proxies import BYPASS_VARIABLES, bypass
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,8 @@ def agent_environment(
 ) -> dict[str, str]:
     """Builds the environment of an agent's process: passed variables, the policy's address, and the run's markers.
 
-    The markers let the launcher find the process and its children even if the worker has died.
+    The markers let the launcher find the process and its children even if the worker has died. No proxy carries its
+    requests to the policy (`world.proxies`).
 
     Args:
         ours: environment of this process.
@@ -156,7 +158,7 @@ def agent_environment(
         extra: further variables. They override all others.
         passed: names or patterns of variables to copy from ``ours``.
     """
-    wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE)
+    wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE, *BYPASS_VARIABLES)
     clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}
     addresses = {
         "OPENAI_BASE_URL": recorded.base_url,
@@ -164,7 +166,9 @@ def agent_environment(
         "ANTHROPIC_BASE_URL": recorded.anthropic_base_url,
         "ANTHROPIC_API_KEY": recorded.api_key,
     }
-    return clean | addresses | dict(extra)
+    environment = clean | addresses | dict(extra)
+    bypass(environment, ours.get(BYPASS_VARIABLES[0], "").split(","))
+    return environment
 
 
 def _rewarded(recorded: RecordedAgent, answer: Any, score: Score, dataset_name: str | None) -> RolloutResult:

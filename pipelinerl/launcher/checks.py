@@ -40,6 +40,7 @@ from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
 from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
+from pipelinerl.world.proxies import check_proxy
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
@@ -383,6 +384,18 @@ def objective(start: Start) -> list[str]:
     return []
 
 
+def proxies(start: Start) -> list[str]:
+    """Refuse a proxy of the site that cannot carry what rollouts ask of foreign services."""
+    config = start.config
+    services = {"sandbox_endpoint": config.sandbox_endpoint} | {
+        f"judges.{one.name}.url": one.url for one in config.judges
+    }
+    for key, url in services.items():
+        if url:
+            check_proxy(key, url)
+    return []
+
+
 def domain(start: Start) -> list[str]:
     if start.config.debug.mode not in (None, *WITH_ROLLOUTS) or start.config.stage == "sft":
         return []
@@ -412,5 +425,6 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     model,
     renderer,
     objective,
+    proxies,
     domain,
 )

@@ -42,6 +42,7 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.rollouts import RewardMode, check_named_rewards, check_result, numeric_metrics
 from pipelinerl.testing import FakeLLM
+from pipelinerl.world.proxies import open_session
 
 ROLLOUT_TIMEOUT_S = 3.0
 NOWHERE = "http://127.0.0.1:9"
@@ -108,7 +109,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
         except RecordError as error:
             failures.append((problem, error))
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
+    async with open_session(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
         await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
     if len(failures) == len(ANSWERS):
         raise explain_failures(failures)

@@ -14,7 +14,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.plan.model_shape import find_longrope_limit
 from pipelinerl.records.answers import ANSWER_PATH, AnswerRequest
 from pipelinerl.streams.codec import Codec
-from pipelinerl.world.tls import client_context
+from pipelinerl.world.proxies import own_client
 
 TIMEOUT_S = 60.0
 """The first request to a server that has just started is slow."""
@@ -34,7 +34,7 @@ def check_existing(config: Config, env: Mapping[str, str] = os.environ) -> list[
         return []
     secret = env.get(SECRET_VARIABLE, "")
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-    with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=client_context()) as client:
+    with httpx.Client(timeout=TIMEOUT_S, headers=headers, **own_client()) as client:
         return [warning for url in urls for warning in _check(client, url, config)]
 
 

@@ -44,6 +44,7 @@ from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
 from pipelinerl.world.network import look_up
 from pipelinerl.world.process import process_restored
+from pipelinerl.world.proxies import bypass
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     """
     with process_restored(), logging_restored():
         os.umask(0o077)
+        bypass(os.environ)
         return run_experiment(cfg, overrides, command_of)
 
 

@@ -48,6 +48,7 @@ from pipelinerl.membership.stores import StoreAwayError
 from pipelinerl.streams import backend_from_config
 from pipelinerl.utils import is_healthy
 from pipelinerl.world import WorldMap
+from pipelinerl.world.proxies import bypass
 from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ def work_beside(
 
 def environment_of(plan: RunPlan, reaper: Reaper) -> dict[str, str]:
     """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
+    bypass(os.environ, plan.world.hosts)
     environment = inherited_environment(os.environ) | compiler_cache(os.environ)
     return environment | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
 

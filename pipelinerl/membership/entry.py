@@ -19,6 +19,7 @@ from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.placement import PARTS, SERVER_KINDS
+from pipelinerl.world.proxies import bypass
 from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
     folder = address if isinstance(address, Path) else fetch_run(address, run_dir or Path(address.run_id))
     cfg, world = load_run(folder), WorldMap.load(folder)
     adopt(cfg.world, os.environ)
+    bypass(os.environ, world.hosts)
     leases = address_of(cfg, folder)
     store, incarnation = open_store(leases), new_incarnation()
     if place.span is not None and place.span.has_workers_only:

@@ -120,6 +120,11 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return sum(job.num_ranks for job in self.get("finetune"))
 
     @property
+    def hosts(self) -> list[str]:
+        """Names and addresses of all machines with a role of the run or an existing server of it."""
+        return sorted({node.hostname for node in self.nodes} | {job.hostname for job in self.jobs})
+
+    @property
     def is_open(self) -> bool:
         """Whether roles listen beyond their node: the world has several nodes, or `world.hosts` names its only one."""
         hosts = {node.hostname for node in self.nodes}  # several Ray nodes of one machine share its address

@@ -1,5 +1,6 @@
 """A role that has only the run's redis address gets configuration, world, streams and leases from there."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def address(tmp_path: Path, redis_options: dict[str, Any] | None, monkeypatch: p
     if redis_options is None:
         pytest.skip("needs redis-server")
     monkeypatch.setenv("PIPELINERL_REDIS_PASSWORD", redis_options["password"])
+    for name in ("NO_PROXY", "no_proxy"):  # a role adds to it
+        monkeypatch.setenv(name, ".corp")
     run_dir = tmp_path / "run"
     own = ["streams=redis", "streams.host=127.0.0.1", f"streams.port={redis_options['port']}", "streams.external=true"]
     cfg = to_container(compose("quickstart", [f"output_dir={run_dir}", *own]))
@@ -33,7 +36,7 @@ def address(tmp_path: Path, redis_options: dict[str, Any] | None, monkeypatch: p
         nodes=(Node(rank=0, hostname="127.0.0.1", devices=2),),
         jobs=(
             Job(name="actor_llm_0", kind="actor_llm", url="http://127.0.0.1:1", port=1),
-            Job(name="actor_0", kind="actor"),
+            Job(name="actor_0", kind="actor", hostname="node-7"),
         ),
         master_port=1,
         weight_port=2,
@@ -58,6 +61,12 @@ def test_role_on_another_machine_shares_streams_and_leases(address: RedisAddress
     backend_from_config(entry.cfg, entry.run_dir)
     with open_reader(SingleStreamSpec(entry.run_dir, "topic"), Job, name=None) as reader:
         assert reader.read_all() == [(0, entry.job)]
+
+
+def test_role_reaches_the_hosts_of_the_run_without_a_proxy(address: RedisAddress, tmp_path: Path) -> None:
+    publish_run(address, tmp_path / "run")
+    enter(str(address), tmp_path / "elsewhere", "actor_llm", Whereabouts(port=77))
+    assert {os.environ[name] for name in ("NO_PROXY", "no_proxy")} == {".corp,localhost,127.0.0.1,::1,node-7"}
 
 
 def test_second_start_uses_the_same_folder_and_another_name(address: RedisAddress, tmp_path: Path) -> None:

@@ -110,9 +110,13 @@ async def test_agent_environment_holds_what_is_passed():
     ours = {"MY_TOOL_URL": "u", "PATH": "p", "LC_ALL": "C", "OPENAI_API_KEY": "ours", "PIPELINERL_RUN": "m"}
     async with aiohttp.ClientSession() as session, record_agent(scripted("x"), session) as recorded:
         told = {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key, "PIPELINERL_RUN": "m"}
+        told |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1")
         told |= {"ANTHROPIC_BASE_URL": recorded.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": recorded.api_key}
         assert agent_environment(ours, recorded, {}) == told | {"PATH": "p", "LC_ALL": "C"}
         assert agent_environment(ours, recorded, {"A": "b"}, ["MY_*"]) == told | {"MY_TOOL_URL": "u", "A": "b"}
+        ours |= {"NO_PROXY": "localhost,127.0.0.1,::1,node-0"}
+        found = agent_environment(ours, recorded, {"HTTP_PROXY": "http://p:1", "no_proxy": "mine"})
+        assert found["no_proxy"] == "mine,localhost,127.0.0.1,::1,node-0"
 
 
 def test_run_agent_process_ends_with_its_worker():

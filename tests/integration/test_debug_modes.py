@@ -18,6 +18,7 @@ import pytest
 from pipelinerl.testing import FakeServer, save_tokenizer
 from tests.actor_run import TOKENIZER, answer_largest
 from tests.integration.conftest import build_model
+from tests.site_proxy import FOREIGN, proxied
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guides" / "debug-modes.md"
@@ -101,6 +102,16 @@ async def test_rollouts_are_made_packed_and_trained_one_after_the_other(
     assert result["optimizer_steps"] == figures(packed)["batches"], "it ends with the recorded data"
     assert result["rollouts_trained"] == figures(packed)["rollouts_packed"]
     assert result["last"]["grad_norm"] > 0
+
+
+async def test_rollouts_behind_a_proxy_ask_foreign_services_alone_through_it(
+    model: Path, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ("debug.mode=actor", f"debug.existing_llms=[{server.url}]", "finetune.max_train_steps=1")
+    with proxied(monkeypatch) as reached:
+        await launch(model, tmp_path / "run", *own, "actor.rollout_policy=tests.site_proxy.generate_rollout")
+    assert set(reached) == {FOREIGN}
+    assert len(reached) >= figures(tmp_path / "run")["rollouts"] >= BATCH
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.site_proxy import proxied
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -86,7 +88,7 @@ def test_tutorial_test_passes(sums: Path):
     assert "1 passed" in run(sums, "-m", "pytest", "test_sums.py")
 
 
-def test_tutorial_agent_runs(tmp_path: Path):
+def test_tutorial_agent_runs_behind_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (code,) = [block for block in blocks("docs/guides/agent.md", "python") if "record_agent" in block]
     agent = (
         "async def my_agent(client, question):\n"
@@ -101,4 +103,8 @@ def test_tutorial_agent_runs(tmp_path: Path):
         "print(result.metrics.reward, result.training_texts[0].output_text)\n"
     )
     (tmp_path / "agent.py").write_text(code + agent + play)
-    assert run(tmp_path, "agent.py").strip() == "1.0 5<|im_end|>"
+    with proxied(monkeypatch) as reached:
+        for own in ("http://127.0.0.1:9", "socks5://127.0.0.1:9", "socks5h://127.0.0.1:9"):
+            monkeypatch.setenv("ALL_PROXY", own)
+            assert run(tmp_path, "agent.py").strip() == "1.0 5<|im_end|>"
+    assert reached == []

@@ -22,8 +22,9 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs the agent that is a function with the official client."""
-    # On loopback there is no TLS to verify, and making the default TLS context would cost more than the rollout.
-    async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False) as http:
+    # On loopback there is no proxy, and no TLS to verify: making the default TLS context would cost more than the
+    # rollout.
+    async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False, trust_env=False) as http:
         client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=http, max_retries=0)
         number = await answer_question(client, problem["question"])
         reward, success = reward_of(number, problem["answer"])

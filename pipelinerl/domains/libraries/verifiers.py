@@ -163,7 +163,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[name-defined]
         )
         messages = [*([{"role": "system", "content": system}] if system else []), *asked]
         servers = {name: {"url": url} for name, url in mcp_urls.items()}
-        http_client = openai.DefaultAsyncHttpxClient(verify=False)  # on loopback
+        http_client = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)  # on loopback
         try:
             async with (
                 openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http_client) as client,

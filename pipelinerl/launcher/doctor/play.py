@@ -33,6 +33,7 @@ from pipelinerl.launcher.domain_check import needs_outside
 from pipelinerl.rollouts import RewardMode, RolloutResult, check_result
 from pipelinerl.testing import FakeLLM, byte_tokenizer
 from pipelinerl.world.map import Job
+from pipelinerl.world.proxies import open_session
 
 BYTES_PER_TOKEN = 8
 """Bytes that a token of the policy may have. A token of the scripted model is one byte."""
@@ -107,7 +108,7 @@ class Stage:
             async with places:
                 return await self._one(player, index, problem, session)
 
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with open_session(timeout=timeout) as session:
             return await asyncio.gather(*(one(*play) for play in plays))
 
     async def _one(

@@ -16,7 +16,7 @@ from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.weights.publish.server_client import GONE, ServerClient
 from pipelinerl.weights.verify.checker import FROM_FILE, WeightChecker
 from pipelinerl.world import Job
-from pipelinerl.world.tls import client_context
+from pipelinerl.world.proxies import own_client
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ServerPool:
             if name not in self._clients:
                 limits = httpx.Limits(max_connections=None)
                 headers = {"Authorization": f"Bearer {self._secret}"}
-                http = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits, verify=client_context())
+                http = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits, **own_client())
                 self._clients[name] = client = ServerClient(job, http)
                 if checker := self.checker_of(client):
                     checker.add_server(job)

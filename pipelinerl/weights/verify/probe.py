@@ -18,7 +18,7 @@ from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequ
 from pipelinerl.weights.verify.scores import SCORE_PATH
 from pipelinerl.world import Job
 from pipelinerl.world.disk import replacement
-from pipelinerl.world.tls import client_context
+from pipelinerl.world.proxies import own_client
 
 NUM_TOKENS = 1024
 MAX_LENGTH = 256
@@ -113,7 +113,7 @@ class ProbeClient:
     def __init__(self, job: Job, *, secret: str, timeout_s: float):
         self.name = job.name
         headers = {"Authorization": f"Bearer {secret}"}
-        self._client = httpx.Client(base_url=job.url, headers=headers, timeout=timeout_s, verify=client_context())
+        self._client = httpx.Client(base_url=job.url, headers=headers, timeout=timeout_s, **own_client())
 
     def compare(self, version: int) -> WeightCheck:
         """Has the server compare its live tensors with the bytes of the version."""

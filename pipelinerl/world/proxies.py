@@ -1,0 +1,67 @@
+"""The site's proxies (`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`) carry requests to foreign addresses, and no others.
+
+Clients of the run's own servers ignore these variables (`own_client`; aiohttp does so by itself). Everything else in a
+run's processes obeys them, domains and agents among it, and finds the run's hosts in `NO_PROXY` (`bypass`).
+"""
+
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.world.tls import LOCAL_NAMES, client_context
+
+if TYPE_CHECKING:
+    import aiohttp
+
+BYPASS_VARIABLES = ("NO_PROXY", "no_proxy")
+"""Programs read one or the other."""
+
+
+def bypass(env: MutableMapping[str, str], hosts: Iterable[str] = ()) -> None:
+    """Adds loopback and ``hosts`` to what ``env`` has in both spellings of `NO_PROXY`. `*` stays alone."""
+    added = (*LOCAL_NAMES, *filter(None, hosts))
+    given = {name: env[name] for name in BYPASS_VARIABLES if env.get(name)}
+    for name in BYPASS_VARIABLES:
+        listed = [part.strip() for part in given.get(name, "".join(given.values())).split(",") if part.strip()]
+        if "*" not in listed:
+            env[name] = ",".join(dict.fromkeys((*listed, *added)))
+
+
+def own_client() -> dict[str, Any]:
+    """Returns arguments of an HTTPX client of the run's own servers: which authorities it trusts, and no proxy.
+
+    Without its proxies HTTPX would also ignore `SSL_CERT_FILE`.
+    """
+    import httpx
+
+    context = client_context()
+    return {"verify": httpx.create_ssl_context() if context is True else context, "trust_env": False}
+
+
+def open_session(**options: Any) -> "aiohttp.ClientSession":
+    """Opens the session that rollout functions get. Foreign addresses are reached through the site's proxy.
+
+    Where there is none it does not look for one, which takes a thread for each request.
+    """
+    import aiohttp
+
+    bypass(os.environ)
+    return aiohttp.ClientSession(trust_env=bool({"http", "https"} & getproxies().keys()), **options)
+
+
+def check_proxy(key: str, url: str) -> None:
+    """Refuses a proxy that cannot carry the requests of `open_session` to ``url``, the value of ``key``.
+
+    Raises:
+        ConfigError: it is no proxy of HTTP, the only kind that aiohttp knows.
+    """
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    proxy = getproxies().get(scheme, "")
+    if proxy and not proxy.startswith("http://") and not proxy_bypass(host):
+        raise ConfigError(
+            f"`{key}` is {url!r}, and {scheme.upper()}_PROXY names a proxy that does not begin with http://: those of "
+            f"SOCKS, and those over TLS, cannot carry its requests; name another, or add {host} to NO_PROXY"
+        )
