@@ -59,6 +59,10 @@ OF_FILE_SYSTEM = "lost+found"
 """What a fresh ext4 volume holds."""
 ROLE_FAILED = "event=role_failed reason="
 """What the last log line of a failed role says before the error (`observability.role`)."""
+ABOVE = re.compile("root cause|error is above")
+"""In the last words of a server whose engine, a process of its own, has failed."""
+ENGINE_LINE = re.compile(r"(?:(\((?:Engine|\w*Worker)[^)]* pid=\d+\)) ERROR [^]]*\] ?)?(.*)", re.DOTALL)
+"""The process and the words of a line of an engine or of its workers. No process: any other line."""
 LEVEL = re.compile(r"(?:\([^)]*\) )?(?:[\d.:-]+ |\[)*(DEBUG\b|INFO\b|WARNING\b|ERROR\b|CRITICAL\b|[IWEF]\d{4} )")
 """The level of a line: of ours, of vLLM's after the process's name, and of torch's C++ libraries after a bracket."""
 OWNED = (
@@ -312,7 +316,7 @@ def mark_folder(path: Path) -> Path:
     return marker
 
 
-def last_error_line(log_path: Path, tail_bytes: int = 65536, *, since: int = 0) -> str:
+def last_error_line(log_path: Path, tail_bytes: int = 2**18, *, since: int = 0) -> str:
     """Return the line of a log that best explains why its role ended: its last error, never a warning or a note.
 
     A line without a level is an error if it names one, as the last line of a traceback does. If there is none, the
@@ -330,9 +334,24 @@ def last_error_line(log_path: Path, tail_bytes: int = 65536, *, since: int = 0) 
             errors.append(line)
     for line in reversed(errors):
         if ROLE_FAILED in line:
-            return line.partition(ROLE_FAILED)[2]
+            reason = line.partition(ROLE_FAILED)[2]
+            return (first_raised(lines) if ABOVE.search(reason) else "") or reason
     if errors:
         return errors[-1]
     if lines and not is_note:
         return lines[-1]
     return "no error in its log" if lines else "its log is empty"
+
+
+def first_raised(lines: Iterable[str]) -> str:
+    """Return the first exception that a server's engine logged, or that ended its process. Empty if there is none."""
+    tracebacks, found, before = set[str](), dict[bool, str](), ""
+    for line in lines:
+        process, text = ENGINE_LINE.findall(line)[0]
+        if text.startswith("Traceback (") and (process or before.startswith("Process ")):
+            tracebacks.add(process)
+        elif process in tracebacks and text[:1].strip() and (process or not LEVEL.match(text)):
+            tracebacks.discard(process)
+            found.setdefault(bool(process), text)
+        before = line
+    return found.get(True) or found.get(False, "")

@@ -216,6 +216,38 @@ def test_last_error_line_prefers_the_roles_own_last_word(tmp_path: Path) -> None
     assert run_dir.last_error_line(tmp_path / "nothing") == "its log is empty"
 
 
+ENGINE_FAILED = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("above", "found"),
+    [
+        (
+            "(Worker_TP0 pid=7) ERROR 11-28 11:53:37 [multiproc_executor.py:9] WorkerProc failed to start.\n"
+            "(Worker_TP0 pid=7) ERROR 11-28 11:53:37 [multiproc_executor.py:9] Traceback (most recent call last):\n"
+            "(EngineCore pid=5) ERROR 11-28 11:53:37 [core.py:1510] Traceback (most recent call last):\n"
+            '(Worker_TP0 pid=7) ERROR 11-28 11:53:37 [multiproc_executor.py:9]   File "weights.py", line 1, in load\n'
+            "(Worker_TP0 pid=7) ERROR 11-28 11:53:37 [multiproc_executor.py:9] OSError: no weights in /model\n"
+            "(EngineCore pid=5) ERROR 11-28 11:53:37 [core.py:1510] Exception: WorkerProc initialization failed\n"
+            'Process EngineCore:\nTraceback (most recent call last):\n  File "x"\nException: WorkerProc failed\n',
+            "OSError: no weights in /model",
+        ),
+        (
+            'Exception in callback\nTraceback (most recent call last):\n  File "x"\nConnectionError: gone\n'
+            'Process EngineCore:\nTraceback (most recent call last):\n  File "x"\nImportError: no module\n',
+            "ImportError: no module",
+        ),
+        ("(EngineCore pid=5) INFO 11-28 11:53:37 [core.py:1] loads\n", ENGINE_FAILED),
+    ],
+)
+def test_last_error_of_a_server_is_the_first_of_its_engine(tmp_path: Path, above: str, found: str) -> None:
+    log = tmp_path / "log.txt"
+    own = "2026-11-28 11:53:37.419 ERROR actor_llm_0 membership.role: event="
+    raised = f"unexpected_error\n    Traceback (most recent call last):\n    {ENGINE_FAILED}\n"
+    log.write_text(f"{above}{own}{raised}{own}role_failed reason={ENGINE_FAILED}\n")
+    assert run_dir.last_error_line(log) == found
+
+
 NOTES = (
     "2026-01-01 00:00:02.000 WARNING actor_0 loop: event=rollout_failed detail=TransportError: error: gone\n"
     "    Traceback (most recent call last):\n"
