@@ -13,7 +13,7 @@ def main(context: RoleContext) -> None:
     from pipelinerl.world.cluster import gpu_memory_bytes
     from pipelinerl.world.tls import server_files
 
-    os.environ.update(vllm_environment(context.cfg, context.world, context.job))
+    os.environ.update(vllm_environment(context.cfg, context.world, context.job, os.environ))
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
     with importing():

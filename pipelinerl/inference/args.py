@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
@@ -29,7 +30,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
 from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE
-from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
+from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE, PLUGIN, PLUGINS_VARIABLE
 from pipelinerl.weights.protocol import Averaging
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.network import listen_address
@@ -98,8 +99,14 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     return tuple(argument for key, value in settings.items() for argument in _render(key, value))
 
 
-def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
-    """Returns the environment variables of one server. `vllm_config.env` overrides them."""
+def vllm_environment(
+    cfg: Config, world: WorldMap, job: Job, given: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Returns the environment variables of one server. `vllm_config.env` overrides them.
+
+    Args:
+        given: the process's own. A choice of vLLM's plugins is kept, and ours is added to it.
+    """
     env = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -121,7 +128,9 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if server_options(cfg).get("enforce-eager", True):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
-    return env | cfg.vllm_config.env
+    env |= cfg.vllm_config.env
+    chosen = env.get(PLUGINS_VARIABLE, given.get(PLUGINS_VARIABLE))
+    return env if chosen is None else env | {PLUGINS_VARIABLE: ",".join(dict.fromkeys([*chosen.split(","), PLUGIN]))}
 
 
 def first_rollouts(cfg: Config, ranks: int, gpu_bytes: int) -> int | None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
 from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
-from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
+from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE, drop_services
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.resume import asked_once
@@ -61,6 +61,8 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     with process_restored(), logging_restored():
         os.umask(0o077)
         bypass(os.environ)
+        if dropped := drop_services(os.environ):
+            say(f"dropped, as Kubernetes sets them beside a Service whose name is a program's: {', '.join(dropped)}")
         return run_experiment(cfg, overrides, command_of)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pipelinerl.config.environment import drop_services
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import (
     EXIT_REFUSED,
@@ -108,7 +109,10 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
         signal.signal(number, lambda *_: stop.set())
     die_with_parent()
     raise_open_files()
+    dropped = drop_services(os.environ)  # a pod that starts one role has no launcher
     setup_role_logging(status_name(args.job))
+    if dropped:
+        log.info("event=services_dropped variables=%s", ",".join(dropped))
     leave(_run(main, args, stop))
 
 

@@ -11,6 +11,10 @@ import signal
 
 CHILD_VARIABLE = "PIPELINERL_END_WITH_PARENT"
 """Set by `pipelinerl.inference`. Other users of vLLM in the same environment are not affected."""
+PLUGIN = "pipelinerl_weights"
+"""Its name among the entry points (`pyproject.toml`)."""
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
+"""Names of the plugins that vLLM loads, separated by commas. Unset = all."""
 ENGINE = "staged"
 """Name of our engine in vLLM's registry. Each update request names its own bucket transport."""
 

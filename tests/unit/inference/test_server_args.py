@@ -1,6 +1,7 @@
 """From configuration to vLLM's command line: defaults, the user's word, and what is refused."""
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_environment_on_cpu_pins_threads_and_the_users_word_wins() -> None:
     assert env["OMP_NUM_THREADS"] == "1"
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "found"),
+    [
+        ({}, {}, None),
+        ({"VLLM_PLUGINS": "a,b"}, {}, "a,b,pipelinerl_weights"),
+        ({"VLLM_PLUGINS": "a"}, {"VLLM_PLUGINS": "pipelinerl_weights,b"}, "pipelinerl_weights,b"),
+        ({}, {"VLLM_PLUGINS": "c"}, "c,pipelinerl_weights"),
+        ({"VLLM_PLUGINS": ""}, {}, ",pipelinerl_weights"),
+    ],
+)
+def test_choice_of_plugins_has_ours(given: dict[str, str], own: dict[str, str], found: str | None) -> None:
+    cfg = config(*(f"+vllm_config.env.{name}='{value}'" for name, value in own.items()))
+    assert vllm_environment(cfg, world(), POLICY, given).get("VLLM_PLUGINS") == found
+    assert "pipelinerl_weights" in entry_points(group="vllm.general_plugins").names
 
 
 def test_eager_servers_on_cpu_compile_nothing() -> None:
