@@ -6,7 +6,6 @@ are files and patterns of files: ``data/train.jsonl``, ``data/*.parquet``, ``pro
 """
 
 import csv
-import glob
 import json
 import re
 import zlib
@@ -17,6 +16,7 @@ from typing import Any
 
 from pipelinerl.config.origin import data_file
 from pipelinerl.errors import DomainError
+from pipelinerl.world.disk import matching
 
 HELD_OUT_EVERY = 10
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
@@ -109,7 +109,7 @@ def local_rows(name: str, path: str, part: str) -> Iterator[Any]:
         raise DomainError(
             f"dataset {name!r} is a local file, which has one part, `train`: remove {part!r}, or name another file"
         )
-    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+    files = [path] if Path(path).is_file() else matching(path)
     if not files:
         raise DomainError(f"dataset {name!r}: no such file")
     return (row for file in files for row in file_rows(Path(file)))

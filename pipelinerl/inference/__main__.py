@@ -11,6 +11,7 @@ def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.inference.args import averaging, first_rollouts, score_temperature, vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
+    from pipelinerl.world.disk import plain_path
     from pipelinerl.world.tls import server_files
 
     os.environ.update(vllm_environment(context.cfg, context.world, context.job, os.environ))
@@ -27,7 +28,7 @@ def main(context: RoleContext) -> None:
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))
-    arguments = vllm_arguments(context.cfg, context.world, job, gpu_bytes)
+    arguments = tuple(map(plain_path, vllm_arguments(context.cfg, context.world, job, gpu_bytes)))
     if job.span is not None and job.span.has_workers_only:
         serve_part(arguments, job.span, context)
         return

@@ -38,6 +38,7 @@ from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.disk import existing_part
 from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 from pipelinerl.world.proxies import check_proxy
@@ -286,11 +287,6 @@ def redis(start: Start) -> list[str]:
     if streams.backend == "redis" and not streams.external and start.node_rank == 0:
         redis_command()
     return []
-
-
-def existing_part(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def disk(start: Start) -> list[str]:

@@ -1,6 +1,11 @@
-"""Atomic writes and syncs of files and folders: a file is replaced completely or not at all."""
+"""Atomic writes and syncs of files and folders: a file is replaced completely or not at all. Paths and patterns."""
 
+import atexit
+import glob
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,3 +65,29 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def existing_part(path: Path) -> Path:
+    """Returns the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def matching(pattern: str) -> list[str]:
+    """Returns the paths that a pattern matches, in order. A folder of that very name is no pattern (`/runs/a[1]`)."""
+    folder = existing_part(Path(pattern))
+    found = glob.glob(os.path.relpath(pattern, folder), root_dir=folder, recursive=True)
+    return sorted(str(folder / name) for name in found)
+
+
+def plain_path(text: str) -> str:
+    """Returns a link to this folder, for a library that takes paths for patterns (vLLM). Any other text stays.
+
+    The link is deleted with this process.
+    """
+    if glob.escape(text) == text or not os.path.isdir(text):
+        return text
+    folder = tempfile.mkdtemp(prefix="link-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    link = os.path.join(folder, re.sub(r"[*?\[\]]", "_", os.path.basename(os.path.normpath(text))))
+    os.symlink(os.path.abspath(text), link)
+    return link
