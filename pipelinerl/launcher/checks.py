@@ -24,6 +24,7 @@ from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
 from pipelinerl.config.versions import unsupported
+from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
@@ -382,10 +383,8 @@ def objective(start: Start) -> list[str]:
 
 def proxies(start: Start) -> list[str]:
     """Refuse a proxy of the site that cannot carry what rollouts ask of foreign services."""
-    config = start.config
-    services = {"sandbox_endpoint": config.sandbox_endpoint} | {
-        f"judges.{one.name}.url": one.url for one in config.judges
-    }
+    services = {f"judges.{judge.name}.url": judge.url for judge in start.config.judges}
+    services["sandbox_endpoint"] = start.config.sandbox_endpoint or os.environ.get(ENDPOINT_VARIABLE)
     for key, url in services.items():
         if url:
             check_proxy(key, url)

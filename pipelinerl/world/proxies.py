@@ -49,7 +49,11 @@ def open_session(**options: Any) -> "aiohttp.ClientSession":
     import aiohttp
 
     bypass(os.environ)
-    return aiohttp.ClientSession(trust_env=bool({"http", "https"} & getproxies().keys()), **options)
+    found = getproxies()
+    for scheme in {"http", "https"} - found.keys():  # aiohttp does not read `ALL_PROXY`
+        if found.get("all", "").startswith("http://"):
+            os.environ[f"{scheme}_proxy"] = found["all"]
+    return aiohttp.ClientSession(trust_env=bool({"http", "https", "all"} & found.keys()), **options)
 
 
 def check_proxy(key: str, url: str) -> None:
@@ -59,9 +63,11 @@ def check_proxy(key: str, url: str) -> None:
         ConfigError: it is no proxy of HTTP, the only kind that aiohttp knows.
     """
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
-    proxy = getproxies().get(scheme, "")
+    variable = scheme if scheme in getproxies() else "all"
+    proxy = getproxies().get(variable, "")
     if proxy and not proxy.startswith("http://") and not proxy_bypass(host):
         raise ConfigError(
-            f"`{key}` is {url!r}, and {scheme.upper()}_PROXY names a proxy that does not begin with http://: those of "
-            f"SOCKS, and those over TLS, cannot carry its requests; name another, or add {host} to NO_PROXY"
+            f"`{key}` is {url!r}, and {variable.upper()}_PROXY names a proxy that does not begin with http://: "
+            f"these requests cannot go through SOCKS or TLS; name another in {scheme.upper()}_PROXY, or add {host} to "
+            "NO_PROXY"
         )

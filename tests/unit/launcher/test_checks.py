@@ -192,3 +192,19 @@ def test_store_of_weights_needs_room_for_the_versions_that_stay(
     assert checks.store_of_weights(start(*given)) == []
     with pytest.raises(ConfigError, match=says("weights.store_keep=3", "9.3 GiB")):
         checks.store_of_weights(start(*given, "weights.store_keep=3"))
+
+
+@pytest.mark.parametrize(
+    ("own", "key"),
+    [
+        ("judges=[{name: good, url: 'https://judge.example/v1', model_path: m, rubric: r}]", "judges.good.url"),
+        ("sandbox_endpoint=https://sandbox.example", "sandbox_endpoint"),
+    ],
+)
+def test_foreign_service_behind_a_proxy_of_socks_is_refused(
+    own: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "socks5://10.0.0.1:1080")
+    assert checks.proxies(start()) == []
+    with pytest.raises(ConfigError, match=says(key, "HTTPS_PROXY", "NO_PROXY")):
+        checks.proxies(start(own))

@@ -73,6 +73,16 @@ async def test_session_of_rollouts_asks_foreign_addresses_alone_through_the_prox
     assert reached == [FOREIGN]
 
 
+async def test_session_takes_the_proxy_of_all_addresses(reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        for spelling in (name, name.lower()):
+            monkeypatch.setenv(spelling, "")
+            monkeypatch.delenv(spelling)
+    async with open_session() as session, session.get(FOREIGN) as answer:
+        assert answer.status == 200
+    assert reached == [FOREIGN]
+
+
 async def test_session_looks_for_no_proxy_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with proxied(monkeypatch):
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -88,12 +98,15 @@ async def test_session_looks_for_no_proxy_where_there_is_none(monkeypatch: pytes
         ("https_proxy", "socks5h://10.0.0.1:1080", "https://judge.example/v1"),
         ("HTTP_PROXY", "https://10.0.0.1:3128", "http://judge.example/v1"),
         ("HTTP_PROXY", "proxy.corp:3128", "http://judge.example/v1"),
+        ("ALL_PROXY", "socks5://10.0.0.1:1080", "https://judge.example/v1"),
     ],
 )
 def test_proxy_that_cannot_carry_a_service_is_refused(
     variable: str, value: str, url: str, reached: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_proxy("judges.good.url", url)
+    if variable == "ALL_PROXY":
+        monkeypatch.delenv("HTTPS_PROXY")
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=says("judges.good.url", url, variable.upper(), "http://", "judge.example")):
         check_proxy("judges.good.url", url)
