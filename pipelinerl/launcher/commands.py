@@ -3,7 +3,6 @@
 No command contains a secret. Secrets are added when the process starts and are never written to a file.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -41,7 +40,6 @@ NOT_INHERITED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
@@ -130,15 +128,6 @@ def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
-
-
-def compiler_cache(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes torch keep compiled kernels in a folder of the user, which outlives the run.
-
-    Without it every run would compile vLLM's log-probability kernel again, which takes a core about 14 seconds.
-    """
-    caches = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return {COMPILER_CACHE: env.get(COMPILER_CACHE) or os.path.join(caches, "pipelinerl", "inductor")}
 
 
 def start_script(command: RoleCommand, cwd: Path) -> str:

@@ -27,7 +27,7 @@ from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
-from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
+from pipelinerl.launcher.commands import CommandOf, role_command
 from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.losses import exit_code_of
@@ -42,6 +42,7 @@ from pipelinerl.membership.lease import LauncherNote
 from pipelinerl.observability.logging import logging_restored, setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
+from pipelinerl.world.home import writable_folders
 from pipelinerl.world.network import look_up
 from pipelinerl.world.process import process_restored
 from pipelinerl.world.proxies import bypass
@@ -63,6 +64,11 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         bypass(os.environ)
         if dropped := drop_services(os.environ):
             say(f"dropped, as Kubernetes sets them beside a Service whose name is a program's: {', '.join(dropped)}")
+        folders = writable_folders(os.environ)
+        if "XDG_CACHE_HOME" in folders:
+            moved = ", ".join(f"{name}={folders[name]}" for name in ("HOME", "XDG_CACHE_HOME"))
+            say(f"user {os.getuid()} cannot write its home or a cache in it: this run uses {moved}")
+        os.environ.update(folders)
         return run_experiment(cfg, overrides, command_of)
 
 
@@ -126,9 +132,7 @@ def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
         problem = asyncio.run(preflight.build_tiny_model(plan.config, os.environ))
         if problem:
             raise ConfigError(problem)
-    commands = [command_of(job, plan.world, path, os.environ) for job in plan.world.jobs]
-    shared = compiler_cache(os.environ)
-    run_dir.write_roles(path, [replace(command, env={**shared, **command.env}) for command in commands])
+    run_dir.write_roles(path, [command_of(job, plan.world, path, os.environ) for job in plan.world.jobs])
     write_roles_file(path, plan.world.jobs)
     say(f"{path} is ready: {len(plan.world.jobs)} roles are to be started, see {path / ROLES_FILE}")
     return EXIT_DONE

@@ -15,12 +15,13 @@ import msgspec
 
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import EXIT_REFUSED
-from pipelinerl.launcher.commands import CommandOf, compiler_cache, inherited_environment
+from pipelinerl.launcher.commands import CommandOf, inherited_environment
 from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, stop_roles, wait_for_exit
 from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.world import WorldMap
+from pipelinerl.world.home import writable_folders
 
 REAPER_GRACE_S = 5.0
 
@@ -55,7 +56,7 @@ class RoleActor:
         command = self._command_of(world.job(place.job), world, run_dir, os.environ)
         mark = RunMark()
         reaper = Reaper(mark, REAPER_GRACE_S, owner=f"{run_dir} role {place.job}")
-        environment = compiler_cache(os.environ) | role_variables(os.environ) | place.secrets
+        environment = writable_folders(os.environ) | role_variables(os.environ) | place.secrets
         self._host = Host(run_dir=run_dir, environment=environment | {"TMPDIR": reaper.temporary}, mark=mark)
         try:
             self._process = self._host.start(command)

@@ -31,7 +31,6 @@ from pipelinerl.inspect.ending import clear_ending
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import (
     RoleCommand,
-    compiler_cache,
     inherited_environment,
 )
 from pipelinerl.launcher.coordination import Coordination
@@ -187,8 +186,7 @@ def work_beside(
 def environment_of(plan: RunPlan, reaper: Reaper) -> dict[str, str]:
     """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
     bypass(os.environ, plan.world.hosts)
-    environment = inherited_environment(os.environ) | compiler_cache(os.environ)
-    return environment | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
+    return inherited_environment(os.environ) | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
 
 
 def adopt_secrets(plan: RunPlan) -> dict[str, str]:

@@ -35,6 +35,7 @@ from pipelinerl.errors import (
 from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.world.home import writable_folders
 from pipelinerl.world.process import die_with_parent, raise_open_files
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     die_with_parent()
     raise_open_files()
     dropped = drop_services(os.environ)  # a pod that starts one role has no launcher
+    os.environ.update(writable_folders(os.environ))
     setup_role_logging(status_name(args.job))
     if dropped:
         log.info("event=services_dropped variables=%s", ",".join(dropped))

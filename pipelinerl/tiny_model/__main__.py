@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelinerl.errors import EXIT_REFUSED, ConfigError
 from pipelinerl.tiny_model import RECIPES, build
 from pipelinerl.tiny_model.gguf_file import DTYPES, convert_gguf
+from pipelinerl.world.home import writable_folders
 
 
 def parse_param(text: str) -> tuple[str, object]:
@@ -37,6 +38,7 @@ def user_cache() -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    os.environ.update(writable_folders(os.environ))
     make = from_gguf if words[:1] == ["gguf"] else from_recipe
     try:
         print(make(words))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.launcher.commands import compiler_cache, inherited_environment, printable, role_command, start_script
+from pipelinerl.launcher.commands import inherited_environment, printable, role_command, start_script
 from pipelinerl.world import Job, Node, WorldMap
 
 RUN = Path("/runs/a b")
@@ -99,13 +99,6 @@ def test_both_ends_of_a_weight_transfer_between_nodes_use_the_nodes_interface() 
     for job in (server, trainer):
         assert role_command(job, spread, RUN, {}).env["NCCL_SOCKET_IFNAME"] == "lo"
         assert "NCCL_SOCKET_IFNAME" not in role_command(job, spread, RUN, {"NCCL_SOCKET_IFNAME": "ib0"}).env
-
-
-def test_compiler_cache_is_the_users_and_outlives_a_run() -> None:
-    assert compiler_cache({"XDG_CACHE_HOME": "/c"}) == {"TORCHINDUCTOR_CACHE_DIR": "/c/pipelinerl/inductor"}
-    assert compiler_cache({"XDG_CACHE_HOME": "/c", "TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {
-        "TORCHINDUCTOR_CACHE_DIR": "/mine"
-    }
 
 
 def test_inherited_environment_leaves_out_what_is_the_launchers_own() -> None:
