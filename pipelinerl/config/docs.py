@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pipelinerl.config.environment import VARIABLES
 from pipelinerl.config.keys import REQUIRED, Key, Section, declared, optional_subsection, sections, subsection
 from pipelinerl.config.renames import GROUPS, Rename, explained
 from pipelinerl.config.sections import Config, FinetuneSection, StreamsSection
@@ -98,7 +99,14 @@ def configuration_page() -> str:
             inner = optional_subsection(field)
             if inner:
                 parts.append(section_table(f"`{field_name}`", inner, list(declared(inner, f"{field_name}."))))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, variables_table()])
+
+
+def variables_table() -> str:
+    rows = [f"| `{name}` | {kind.allowed} | {meaning} |" for name, (kind, meaning) in VARIABLES.items()]
+    intro = "What this project reads of its environment. Case does not matter, and any other value is refused."
+    head = "| variable | type | meaning |\n|---|---|---|"
+    return "\n".join(["## Environment variables", "", intro, "", head, *rows])
 
 
 def section_table(title: str, section: type[Section], keys: Iterable[Key]) -> str:

@@ -1,9 +1,15 @@
-"""Environment variables of a run's processes, set by the launcher. Imports nothing heavy: every role may read them."""
+"""The environment variables that this project reads, each with its type. Imports nothing heavy: every role reads them.
+
+`VARIABLES` declares them all. Their values are checked once, where the launcher and each role start.
+"""
 
 import hashlib
 import hmac
 import re
 from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
+
+from pipelinerl.errors import ConfigError
 
 SECRET_VARIABLE = "PIPELINERL_SECRET"
 """Bearer token of the control endpoints; roles on several machines get it from outside, the same everywhere."""
@@ -19,11 +25,112 @@ STRANGERS_VARIABLE = "PIPELINERL_STRANGERS"
 RANKS_FILE_VARIABLE = "PIPELINERL_RANKS_FILE"
 """The file in which the trainer ranks of one node meet."""
 DRY_RUN_VARIABLE = "DRY_RUN"
-"""`1` = as `dry_run=true`."""
+"""As `dry_run=true`."""
 PROGRAMS = ("VLLM", "RAY", "WANDB", "NCCL", "TORCH", "GRADIO")
 """First words of programs in a role's process that take variables with their name for settings."""
 SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
 MIN_SECRET_CHARS = 16
+
+
+class Kind(NamedTuple):
+    """A type of environment variables."""
+
+    pattern: str
+    """Of the whole value, in any case of letters."""
+    allowed: str
+    """The same in words."""
+
+
+def one_of(*values: str) -> Kind:
+    return Kind("|".join(values), f"{', '.join(values[:-1])} or {values[-1]}")
+
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+BOOLEAN = one_of(*TRUE, *FALSE)
+NUMBER = Kind(r"\d+", "a whole number")
+COUNTS = Kind(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", "a whole number of at least 1, or several such as 4,2")
+_DEVICE = r"\s*(-?\d+|(GPU|MIG)-[\w/-]+|none|void|NoDevFiles|)\s*"
+DEVICES = Kind(f"{_DEVICE}(,{_DEVICE})*", "numbers or names of GPUs, such as 0,1 or GPU-8f2c,GPU-2a7d")
+ADDRESS = Kind(r"https?://\S+", "an address such as http://127.0.0.1:8080")
+TEXT = Kind("(?s).*", "text")
+VARIABLES: Mapping[str, tuple[Kind, str]] = {
+    DRY_RUN_VARIABLE: (BOOLEAN, "as `dry_run=true`"),
+    SECRET_VARIABLE: (TEXT, f"secret of a run on several machines, at least {MIN_SECRET_CHARS} characters"),
+    REDIS_PASSWORD_VARIABLE: (TEXT, "password of an external redis"),
+    "PIPELINERL_HOSTS": (TEXT, "host names of the nodes in their order, with commas"),
+    "PIPELINERL_CACHE": (TEXT, "folder of tiny models that were built before"),
+    "PIPELINERL_LLM_TOKEN": (TEXT, "default of `TrainableLLM.api_token`"),
+    CA_VARIABLE: (TEXT, "set by the launcher: certificate of the authority of a run with TLS"),
+    RUN_VARIABLE: (TEXT, "set by the launcher: mark of its processes"),
+    ROLE_VARIABLE: (TEXT, "set by the launcher: mark of a role's processes"),
+    RANKS_FILE_VARIABLE: (TEXT, "set by the trainer: where the ranks of a node meet"),
+    STRANGERS_VARIABLE: (BOOLEAN, "set by a server that other nodes reach"),
+    "PIPELINERL_END_WITH_PARENT": (BOOLEAN, "set by a server for its processes"),
+    "PIPELINERL_RECORD_EXPERTS": (BOOLEAN, "set by a server with `finetune.router_replay`"),
+    "WORLD_SIZE": (NUMBER, "nodes of the run, from torchrun or by hand. In a role: trainer ranks"),
+    "RANK": (NUMBER, "this node's number, or the trainer rank's"),
+    "GROUP_RANK": (NUMBER, "this node's number, from torchrun"),
+    "LOCAL_RANK": (NUMBER, "a trainer rank's number on its node"),
+    "LOCAL_WORLD_SIZE": (NUMBER, "launchers on this node, from torchrun: 1"),
+    "TORCHELASTIC_RUN_ID": (TEXT, "identity of a run under torchrun"),
+    "MASTER_ADDR": (TEXT, "identity of a run on several nodes. In a trainer: where its ranks meet"),
+    "MASTER_PORT": (TEXT, "likewise"),
+    "SLURM_NODEID": (NUMBER, "this node's number, from SLURM"),
+    "SLURM_LOCALID": (NUMBER, "this task's number on its node"),
+    "SLURM_STEP_NODELIST": (TEXT, "the nodes of the step"),
+    "SLURM_JOB_NODELIST": (TEXT, "the nodes of the job"),
+    "SLURM_STEP_TASKS_PER_NODE": (TEXT, "one launcher per node is started"),
+    "SLURM_JOB_ID": (TEXT, "identity of the run"),
+    "SLURM_STEP_ID": (TEXT, "likewise"),
+    "CUDA_VISIBLE_DEVICES": (DEVICES, "GPUs that the run may use"),
+    "OMP_NUM_THREADS": (COUNTS, "threads of torch on GPUs' hosts. Without a GPU the run sets it"),
+    "MKL_NUM_THREADS": (COUNTS, "likewise, of MKL"),
+    "OPENBLAS_NUM_THREADS": (COUNTS, "likewise, of NumPy"),
+    "PYTORCH_ALLOC_CONF": (TEXT, "torch's allocator, instead of what the run sets"),
+    "GLOO_SOCKET_IFNAME": (TEXT, "network interface, instead of what the run finds"),
+    "NCCL_SOCKET_IFNAME": (TEXT, "likewise"),
+    "VLLM_HOST_IP": (TEXT, "set by the launcher: where a server listens"),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (BOOLEAN, "allows requests beyond the model's positions"),
+    "HF_HUB_OFFLINE": (BOOLEAN, "the hub is not asked"),
+    "TRANSFORMERS_OFFLINE": (BOOLEAN, "likewise"),
+    "HF_DATASETS_OFFLINE": (BOOLEAN, "likewise, for data sets"),
+    "WANDB_MODE": (
+        one_of("online", "offline", "disabled", "run", "dryrun"),
+        "what is sent to wandb, if that is less than what `wandb.mode` says. `run` is online, `dryrun` is offline",
+    ),
+    "WANDB_API_KEY": (TEXT, "key of wandb"),
+    "WANDB_BASE_URL": (ADDRESS, "wandb's server"),
+    "NETRC": (TEXT, "file of keys, instead of `~/.netrc`"),
+    "OPENAI_API_KEY": (TEXT, "key of judges with a `url`"),
+    "OPENAI_BASE_URL": (ADDRESS, "set for programs of agents: the policy's address"),
+    "SANDBOX_ENDPOINT": (ADDRESS, "SandboxFusion service, if `sandbox_endpoint` is null"),
+    "RAY_AUTH_MODE": (one_of("token", "disabled", "k8s"), "how a Ray cluster knows who may use it"),
+    "TMPDIR": (TEXT, "folder of the run's temporary files"),
+    "PYTHONPATH": (TEXT, "folders of your own modules"),
+    "HOME": (TEXT, "folder of the user. Where it cannot be used, a temporary one is"),
+    "XDG_CACHE_HOME": (TEXT, "folder of caches, by default `~/.cache`"),
+    "XDG_CONFIG_HOME": (TEXT, "folder of settings, by default `~/.config`"),
+}
+"""Name: type and meaning."""
+
+
+def checked_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the booleans among the variables `env` as `1` or `0`, which every library reads alike.
+
+    Raises:
+        ConfigError: a value is not of its variable's type. An empty one counts as not set.
+    """
+    given = {name: kind for name, (kind, _) in VARIABLES.items() if env.get(name)}
+    wrong = [name for name, kind in given.items() if not re.fullmatch(kind.pattern, env[name], re.IGNORECASE)]
+    if wrong:
+        told = "; ".join(f"{name}={env[name]!r}: it may be {given[name].allowed}" for name in wrong)
+        raise ConfigError(f"environment variable {told}")
+    return {name: str(int(env[name].lower() in TRUE)) for name, kind in given.items() if kind is BOOLEAN}
+
+
+def is_on(env: Mapping[str, str], name: str) -> bool:
+    """Whether a boolean variable is set and true."""
+    return env.get(name, "").lower() in TRUE
 
 
 def derived_password(secret: str) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import DEBUG_RULES
 from pipelinerl.config.engine import TRAITS, engine_of
+from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.sections import Config
@@ -103,6 +104,14 @@ def completion_fits_server(config: Config) -> str | None:
                 f"`{name}.parameters.max_tokens` is {tokens} but `vllm_config.vllm_kwargs.max_model_len` is {longest}: "
                 "nothing is left for the prompt; lower the first or raise the second"
             )
+    return None
+
+
+def server_variables_are_of_their_types(config: Config) -> str | None:
+    try:
+        checked_variables(config.vllm_config.env)
+    except ConfigError as error:
+        return f"`vllm_config.env`: {error}"
     return None
 
 
@@ -403,6 +412,7 @@ def sampler_takes_its_arguments(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    server_variables_are_of_their_types,
     renderer_is_alone,
     domains_are_told_apart,
     judges_can_judge,

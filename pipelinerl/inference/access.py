@@ -10,7 +10,7 @@ import hmac
 import os
 from typing import Any
 
-from pipelinerl.config.environment import SECRET_VARIABLE, STRANGERS_VARIABLE
+from pipelinerl.config.environment import SECRET_VARIABLE, STRANGERS_VARIABLE, is_on
 from pipelinerl.records.answers import ANSWER_PATH
 
 HEALTH_PATHS = frozenset({"/health", "/ping"})
@@ -52,7 +52,7 @@ class RouteAccess:
 
     def __init__(self, app: Any):
         self._app, self._secret = app, os.environ.get(SECRET_VARIABLE)
-        self._open = HEALTH_PATHS if os.environ.get(STRANGERS_VARIABLE) else OPEN_PATHS
+        self._open = HEALTH_PATHS if is_on(os.environ, STRANGERS_VARIABLE) else OPEN_PATHS
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl.config.environment import STRANGERS_VARIABLE
+from pipelinerl.config.environment import STRANGERS_VARIABLE, checked_variables
 from pipelinerl.config.sections import Config, JudgeSection, LoraSection
 from pipelinerl.config.servers import (
     FIRST_ROLLOUTS,
@@ -128,7 +128,7 @@ def vllm_environment(
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if server_options(cfg).get("enforce-eager", True):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
-    env |= cfg.vllm_config.env
+    env |= cfg.vllm_config.env | checked_variables(cfg.vllm_config.env)
     chosen = env.get(PLUGINS_VARIABLE, given.get(PLUGINS_VARIABLE))
     return env if chosen is None else env | {PLUGINS_VARIABLE: ",".join(dict.fromkeys([*chosen.split(","), PLUGIN]))}
 

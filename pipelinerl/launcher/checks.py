@@ -31,7 +31,7 @@ from pipelinerl.launcher import preflight
 from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.launcher.recorded import check_recording
 from pipelinerl.launcher.vllm_options import check_options
-from pipelinerl.observability.wandb import effective_mode
+from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
 from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.training_memory import GIB
@@ -149,7 +149,8 @@ def settings_without_effect(start: Start) -> list[str]:
 
 
 def wandb_key(start: Start) -> list[str]:
-    if start.config.wandb.mode == "online" and effective_mode("online") == "offline":
+    is_asked = start.config.wandb.mode == "online" and not os.environ.get(MODE_VARIABLE)
+    if is_asked and effective_mode("online") == "offline":
         return ["wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"]
     return []
 

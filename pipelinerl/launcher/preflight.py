@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.chat.vocabulary import check_same_vocabulary
+from pipelinerl.config.environment import is_on
 from pipelinerl.config.objective_rules import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
@@ -251,7 +252,7 @@ def check_context(config: Config) -> None:
     """Refuse requests that are longer than what the policy, or a model that scores its answers, computes."""
     longest = max_model_len(config)
     overrides = "hf-overrides" in map(option_of, server_options(config))
-    is_forced = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or overrides
+    is_forced = is_on(os.environ, "VLLM_ALLOW_LONG_MAX_MODEL_LEN") or overrides
     for path in (config.model_path, *(model.path for model in scoring_models(config))):
         limit = find_context_limit(path)
         if limit is not None and longest is not None and longest > limit and not is_forced:
@@ -302,7 +303,7 @@ def _hub_problem(name: str) -> str | None:
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return None
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+    if is_on(os.environ, "HF_HUB_OFFLINE"):
         return "HF_HUB_OFFLINE is set"
     pool = ThreadPoolExecutor(1)
     try:

@@ -18,7 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
 from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
-from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE, drop_services
+from pipelinerl.config.environment import (
+    DRY_RUN_VARIABLE,
+    REDIS_PASSWORD_VARIABLE,
+    SECRET_VARIABLE,
+    checked_variables,
+    drop_services,
+    is_on,
+)
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.resume import asked_once
@@ -64,6 +71,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         bypass(os.environ)
         if dropped := drop_services(os.environ):
             say(f"dropped, as Kubernetes sets them beside a Service whose name is a program's: {', '.join(dropped)}")
+        os.environ.update(checked_variables(os.environ))
         folders = writable_folders(os.environ)
         if "XDG_CACHE_HOME" in folders:
             moved = ", ".join(f"{name}={folders[name]}" for name in ("HOME", "XDG_CACHE_HOME"))
@@ -74,7 +82,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
 
 def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: CommandOf) -> int:
     started = psutil.Process().create_time()
-    if os.environ.get(DRY_RUN_VARIABLE) == "1":
+    if is_on(os.environ, DRY_RUN_VARIABLE):
         OmegaConf.update(cfg, "dry_run", True)
     missing = missing_keys(cfg) if cfg.dry_run else []
     for key in missing:  # a dry run shows the world of `base` alone, too

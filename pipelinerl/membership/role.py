@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelinerl.config.environment import drop_services
+from pipelinerl.config.environment import checked_variables, drop_services
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import (
     EXIT_REFUSED,
@@ -111,6 +111,10 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     die_with_parent()
     raise_open_files()
     dropped = drop_services(os.environ)  # a pod that starts one role has no launcher
+    try:
+        os.environ.update(checked_variables(os.environ))
+    except ConfigError as error:
+        leave(_code_of(error))
     os.environ.update(writable_folders(os.environ))
     setup_role_logging(status_name(args.job))
     if dropped:

@@ -15,15 +15,22 @@ from pipelinerl.config.rules import WANDB_CHARS, WANDB_ROLE_CHARS
 from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60
+MODE_VARIABLE = "WANDB_MODE"
+MODES = ("disabled", "offline", "online")
+"""In the order of how much they send."""
+OLD_MODES = {"run": "online", "dryrun": "offline"}
 
 
 def effective_mode(mode: str, env: Mapping[str, str] = os.environ, home: Path | None = None) -> str:
-    """Return `offline` instead of `online` if neither the environment nor ~/.netrc has an API key.
+    """Return which of `mode` and `WANDB_MODE` sends less. `online` is `offline` without an API key.
 
     Args:
         mode: `wandb.mode` as configured.
+        env: may have the key, else ~/.netrc does.
         home: folder of `.netrc`. None = the user's.
     """
+    given = env.get(MODE_VARIABLE, "").lower() or mode
+    mode = min(mode, OLD_MODES.get(given, given), key=MODES.index)
     if mode != "online" or env.get("WANDB_API_KEY"):
         return mode
     return "online" if _netrc_has_key(env, home or Path.home()) else "offline"
@@ -69,6 +76,7 @@ def start_run(cfg: Config, run_dir: Path, kind: str) -> Any:
 
     identity = run_identity(section, run_dir, kind)
     mode = cast(Literal["online", "offline", "disabled"], effective_mode(section.mode))
+    os.environ[MODE_VARIABLE] = mode  # wandb reads the variable, too, and takes it in lower case alone
     run = wandb.init(
         mode=mode,
         project=section.wandb_project_name,

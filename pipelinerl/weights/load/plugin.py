@@ -23,13 +23,14 @@ def register() -> None:
     """Registers the engine once per process, because vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from pipelinerl.config.environment import is_on
     from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE, record_experts_on_cpu
     from pipelinerl.weights.load.small_layers import multiply_small_layers_plainly
     from pipelinerl.world.process import die_with_parent
 
-    if os.environ.get(CHILD_VARIABLE):
+    if is_on(os.environ, CHILD_VARIABLE):
         multiply_small_layers_plainly()
-        if os.environ.get(RECORD_VARIABLE):
+        if is_on(os.environ, RECORD_VARIABLE):
             record_experts_on_cpu()
         if multiprocessing.parent_process() is not None:
             die_with_parent(signal.SIGKILL)

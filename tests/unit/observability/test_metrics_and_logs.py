@@ -146,6 +146,9 @@ def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch)
         ("online", {"WANDB_BASE_URL": "https://my.host"}, "machine api.wandb.ai login user password key", "offline"),
         ("offline", {"WANDB_API_KEY": "k"}, "", "offline"),
         ("disabled", {"WANDB_API_KEY": "k"}, "", "disabled"),
+        ("online", {"WANDB_API_KEY": "k", "WANDB_MODE": "Offline"}, "", "offline"),
+        ("online", {"WANDB_API_KEY": "k", "WANDB_MODE": "dryrun"}, "", "offline"),
+        ("offline", {"WANDB_API_KEY": "k", "WANDB_MODE": "online"}, "", "offline"),
     ],
 )
 def test_effective_mode_needs_a_key_to_be_online(
