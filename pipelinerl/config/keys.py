@@ -8,12 +8,12 @@ Everything else that knows about keys reads them from here: the YAML files and t
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 REQUIRED = "???"
@@ -34,6 +34,15 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        taken = list(_plain_types(cls.model_fields[info.field_name].annotation))
+        if (int in taken or float in taken) and bool not in taken and Any not in taken and _has_boolean(value):
+            raise ValueError("holds a boolean, which is no number. YAML reads yes, no, on and off as booleans")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +151,21 @@ def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
     return TYPE_NAMES[annotation] + _bounds_in_words(annotation, metadata)
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    """`dict[str, float] | None` → dict, str, float, NoneType."""
+    inner = () if typing.get_origin(annotation) is typing.Literal else typing.get_args(annotation)
+    for part in inner:
+        yield from _plain_types(part)
+    if not inner:
+        yield annotation
+
+
+def _has_boolean(value: Any) -> bool:
+    """Whether the value is a boolean, or a list or mapping with one."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_has_boolean, items))
 
 
 def _flat(metadata: Sequence[Any]) -> list[Any]:

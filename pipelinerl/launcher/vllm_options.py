@@ -4,7 +4,7 @@ vLLM registers the engine's options by literal names, and the front's by the fie
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -39,7 +39,9 @@ def check_options(config: Config) -> None:
             raise ConfigError(fault)
     known = sampling_parameters()
     for section in ("llm", "test_llm"):
-        for name in getattr(config, section).parameters if known else ():
+        for name, value in getattr(config, section).parameters.items() if known else ():
+            if isinstance(value, bool) and known.get(name, "bool").replace("| None", "").strip() in ("int", "float"):
+                raise ConfigError(f"`{section}.parameters.{name}` is {value}: it must be a number, not a boolean")
             if name not in known:
                 near = nearest_key(name, sorted(known))
                 meant = f"; did you mean `{near}`?" if near else ""
@@ -80,21 +82,21 @@ def names_of(path: Path) -> frozenset[str]:
     return frozenset(names_in(path.read_text()))
 
 
-def sampling_parameters() -> frozenset[str]:
-    """Names of vLLM's sampling parameters. Empty: they are not known."""
+def sampling_parameters() -> Mapping[str, str]:
+    """Names of vLLM's sampling parameters with their types as its source has them. Empty: they are not known."""
     root = vllm_folder()
     if root is None or not (root / SAMPLING).exists():
-        return frozenset()
+        return {}
     classes = [node for node in ast.parse((root / SAMPLING).read_text()).body if isinstance(node, ast.ClassDef)]
     fields = (
-        part.target
+        part
         for node in classes
         if node.name == "SamplingParams"
         for part in node.body
         if isinstance(part, ast.AnnAssign)
     )
-    names = frozenset(field.id for field in fields if isinstance(field, ast.Name))
-    return names if names >= set(CERTAIN_SAMPLING) else frozenset()
+    found = {part.target.id: ast.unparse(part.annotation) for part in fields if isinstance(part.target, ast.Name)}
+    return found if found.keys() >= set(CERTAIN_SAMPLING) else {}
 
 
 def names_in(source: str) -> Iterator[str]:

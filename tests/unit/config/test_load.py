@@ -1,7 +1,7 @@
 """From Hydra's composition to the typed configuration: what is refused, and in which words."""
 
 import pytest
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.load import (
@@ -56,6 +56,41 @@ def test_parse_several_errors_are_all_told() -> None:
     cfg = compose("base", [*REQUIRED, "attempts=0", "finetune.learning_rate=-1"])
     with pytest.raises(ConfigError, match=says("`attempts` is 0", "`finetune.learning_rate` is -1")):
         parse(cfg)
+
+
+def written_over_base(text: str) -> DictConfig:
+    """The base configuration with what a YAML file says."""
+    base = compose("base", REQUIRED)
+    OmegaConf.set_struct(base, False)
+    merged = OmegaConf.merge(base, OmegaConf.create(text))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("finetune: {learning_rate: yes}", "finetune.learning_rate"),
+        ("max_lag_steps: on", "max_lag_steps"),
+        ("attempts: no", "attempts"),
+        ("finetune: {optimizer: {betas: [true, 0.9]}}", "finetune.optimizer.betas"),
+        ("finetune: {rl: {reward_weights: {style: off}}}", "finetune.rl.reward_weights"),
+        ("finetune: {gradient_clipping_threshold: yes}", "finetune.gradient_clipping_threshold"),
+        ("actor: {llm_max_rollouts: true}", "actor.llm_max_rollouts"),
+        ("world: {gpus_per_node: [true, 8]}", "world.gpus_per_node"),
+        ("train_subset: {begin: no, end: 5}", "train_subset.begin"),
+    ],
+)
+def test_parse_boolean_as_a_number_is_refused(written: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=says(f"`{key}` is", "a boolean, which is no number")):
+        parse(written_over_base(written))
+
+
+def test_parse_boolean_where_booleans_and_words_are_taken_is_accepted() -> None:
+    finetune = parse(
+        written_over_base("finetune: {gradient_checkpointing: yes, cpu_offload: off, seq_packing: 1}")
+    ).finetune
+    assert (finetune.gradient_checkpointing, finetune.cpu_offload, finetune.seq_packing) == (True, False, True)
 
 
 def test_parse_missing_section_says_where_defaults_come_from() -> None:

@@ -138,6 +138,12 @@ def test_sampling_parameter_that_vllm_does_not_have_is_refused_with_the_nearest_
     assert checks.options_of_servers(start("+llm.parameters.min_p=0.1")) == []
 
 
+def test_boolean_as_a_number_among_sampling_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=says("`test_llm.parameters.max_tokens` is True: it must be a number")):
+        checks.options_of_servers(start("test_llm.parameters.max_tokens=true"))
+    assert checks.options_of_servers(start("+test_llm.parameters.ignore_eos=true")) == []
+
+
 def test_options_are_not_judged_by_a_source_that_is_laid_out_in_another_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +151,8 @@ def test_options_are_not_judged_by_a_source_that_is_laid_out_in_another_way(
     (tmp_path / vllm_options.ENGINE).write_text("class EngineArgs:\n    max_model_len: int = 0\n")
     monkeypatch.setattr(vllm_options, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     (tmp_path / vllm_options.SAMPLING).write_text("class SamplingParams:\n    top_p: float = 1.0\n")
-    assert vllm_options.option_names() == vllm_options.sampling_parameters() == frozenset()
+    assert vllm_options.option_names() == frozenset()
+    assert vllm_options.sampling_parameters() == {}
 
 
 def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:
