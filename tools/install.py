@@ -58,7 +58,7 @@ def chosen_platform(extras: set[str]) -> str:
 
 def pip_settings(environment: dict[str, str], venv: Path) -> dict[str, str]:
     """What pip's files and variables say, a later place over an earlier one, as pip reads them for `pip install`."""
-    home = Path(environment.get("HOME", "~")).expanduser()
+    home = Path(os.path.expanduser(environment.get("HOME") or "~"))  # pathlib raises where there is no home
     own = environment.get("PIP_CONFIG_FILE", "")
     users = [home / ".pip/pip.conf", Path(environment.get("XDG_CONFIG_HOME") or home / ".config") / "pip/pip.conf"]
     of_all = [Path(folder) / "pip/pip.conf" for folder in (environment.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")]
@@ -135,7 +135,7 @@ class Installer:
         try:
             limit_s = PAGE_LIMIT_S if page else None
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+                command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False, encoding="utf-8"
             )
         except subprocess.TimeoutExpired:
             return False
@@ -177,7 +177,7 @@ def version_of(python: Path) -> tuple[int, ...]:
     """(3, 11), or nothing where there is no Python that runs."""
     command = [str(python), "-c", "import sys; print(*sys.version_info[:2])"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
     except (OSError, subprocess.CalledProcessError):
         return ()
     return tuple(map(int, done.stdout.split()))
@@ -194,7 +194,7 @@ def main() -> None:
 
     platform = chosen_platform(extras)
     lock = ROOT / "requirements" / f"{platform}.lock"
-    known, requirements = read_lock(lock.read_text(), extras)
+    known, requirements = read_lock(lock.read_text(encoding="utf-8"), extras)
     unknown = extras - known - {platform}
     if unknown:
         sys.exit(f"EXTRAS: {lock.name} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
@@ -207,7 +207,7 @@ def main() -> None:
     stamp = venv / ".installed"
     contents = [lock.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), str(ROOT).encode()]
     state = hashlib.sha256(b"".join(contents)).hexdigest()
-    before, *there = (stamp.read_text().split() if stamp.exists() else []) or [""]
+    before, *there = (stamp.read_text(encoding="utf-8").split() if stamp.exists() else []) or [""]
     version = version_of(venv / "bin" / "python")
     fits = version == here if here in SUPPORTED else version in SUPPORTED
     if fits and before == state and extras <= set(there):
@@ -228,11 +228,13 @@ def main() -> None:
     pages = pages_for(installer, requirements)
     tool = "uv" if installer.uv else "pip"
     print(f"installing {len(requirements)} packages of {lock.name} into {venv} with {tool}", flush=True)
-    installer.renew_pip(next(one for one in read_lock(lock.read_text(), known)[1] if one.startswith("pip==")))
+    pins = read_lock(lock.read_text(encoding="utf-8"), known)[1]
+    installer.renew_pip(next(one for one in pins if one.startswith("pip==")))
     installer.install(*requirements, pages=pages)
     # The lock has setuptools, so the package needs no environment of its own to be built in.
     installer.install("--no-build-isolation", "-e", str(ROOT), pages=pages)
-    stamp.write_text(" ".join([state, *sorted(extras.union(there) if usable and before == state else extras)]))
+    now_there = extras.union(there) if usable and before == state else extras
+    stamp.write_text(" ".join([state, *sorted(now_there)]), encoding="utf-8")
 
 
 if __name__ == "__main__":

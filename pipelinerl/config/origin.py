@@ -112,8 +112,8 @@ def _absolute_if_there(text: str, base: Path) -> str:
 
 
 def _absolute(path: str, base: Path) -> str:
-    """Without `..`, links as they are: a link that is turned later is followed later."""
-    return os.path.normpath(base / Path(path).expanduser())
+    """Without `..`, links as they are: a link that is turned later is followed later. `~name` of nobody stays."""
+    return os.path.normpath(base / os.path.expanduser(path))
 
 
 def with_moved_paths(container: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def copy_of(run_dir: Path) -> Path | None:
 
 def _read(run_dir: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run_dir / RUN_ORIGIN).read_text())
+        found = json.loads((run_dir / RUN_ORIGIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

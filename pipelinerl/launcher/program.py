@@ -123,7 +123,7 @@ def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
     missing = missing_keys(cfg)
     if missing:
         raise ConfigError(must_be_given(missing))
-    path = Path(str(cfg.output_dir)).expanduser().resolve()
+    path = Path(os.path.expanduser(str(cfg.output_dir))).resolve()
     OmegaConf.update(cfg, "output_dir", str(path))  # before others are made from it
     make_importable(path)
     container = absolute(to_container(cfg), Path.cwd())

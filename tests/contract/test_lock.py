@@ -126,3 +126,9 @@ def test_settings_of_pip_are_read_as_pip_reads_them(tmp_path: Path) -> None:
     assert install.pip_settings({"HOME": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}, tmp_path / "venv") == {
         "config-file": "/dev/null"
     }
+
+
+def test_pip_settings_without_a_home_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # an unknown user id
+    assert install.pip_settings({"PIP_TIMEOUT": "3"}, tmp_path)["timeout"] == "3"

@@ -35,6 +35,7 @@ def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("math::data/train.jsonl@test", "math::data/train.jsonl@test"),
         ("/mail/me@home/a:b/rows.jsonl", "/mail/me@home/a:b/rows.jsonl"),
         ("./me@home/rows.jsonl@train", "/base/me@home/rows.jsonl@train"),
+        ("~nobody-here/rows.jsonl", "/base/~nobody-here/rows.jsonl"),
         ("my data/数学 #1.v2/rows.json", "/base/my data/数学 #1.v2/rows.json"),
     ],
 )
