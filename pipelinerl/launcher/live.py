@@ -5,6 +5,7 @@ that function for a run whose roles are working. It reads their status files and
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -39,8 +40,19 @@ class Voice:
         """Print and log one line at once, above the live line."""
         self._said = time.monotonic()
         self._log(line)
-        with contextlib.suppress(OSError):
-            print(line, flush=True)
+        self.show(line)
+
+    def show(self, text: str) -> None:
+        """Print a text that is not logged. If nobody reads it (`| head -1`, a full disk), later ones go nowhere."""
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            self._log(f"standard output cannot be written ({error}): the run goes on, and this log has its lines")
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                lost = os.fstat(sys.stdout.fileno())
+                for stream in filter(None, (sys.stderr, sys.stdout)):
+                    if os.path.samestat(os.fstat(stream.fileno()), lost):
+                        os.dup2(nowhere.fileno(), stream.fileno())  # else rich or Python's exit would fail
 
     @contextlib.contextmanager
     def live(self, describe: Callable[[], str]):

@@ -6,6 +6,7 @@ answer to Ctrl-C. At the end it writes the report.
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import secrets
@@ -84,8 +85,11 @@ def show_world(plan: RunPlan) -> None:
 
     from pipelinerl.plan.world_table import render_world
 
-    with contextlib.suppress(OSError, ConsoleError):
-        Console().print(render_world(plan.config, plan.world))
+    with contextlib.suppress(ConsoleError):
+        terminal, table = Console(), io.StringIO()
+        drawing = Console(file=table, width=terminal.width, force_terminal=terminal.is_terminal)
+        drawing.print(render_world(plan.config, plan.world))
+        voice.show(table.getvalue().rstrip())
 
 
 async def supervise(

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipelinerl.launcher.live import RunLine, Voice, describe_run, eta
 from pipelinerl.observability.status import StatusRecord, Wait, write_status
 
@@ -132,6 +134,42 @@ def test_live_line_that_cannot_be_made_ends_nothing(capsys) -> None:
     with voice.live(lambda: str(1 / 0)):
         time.sleep(0.05)
     assert capsys.readouterr().out == ""
+
+
+WITHOUT_READER = """
+import os, sys
+from rich.console import Console
+from pipelinerl.launcher.live import Voice
+
+sys.stdin.readline()
+logged = []
+voice = Voice(logged.append)
+with voice.live(lambda: "never"):
+    voice.show("a table")
+    voice.say("the first line")
+    voice.say("the second line")
+Console().print("rich would exit here")
+print("and Python would fail at its end")
+open(sys.argv[1], "w").write("\\n".join(logged))
+"""
+
+
+@pytest.mark.parametrize("with_errors", [False, True])
+def test_voice_whose_reader_left_goes_on_and_logs_that(with_errors: bool, tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER, str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs if with_errors else subprocess.PIPE,
+    )
+    os.close(theirs)
+    os.close(ours)
+    _, errors = process.communicate(b"\n", timeout=60)
+    assert (process.returncode, errors) == (0, None if with_errors else b"")
+    first, *said = (tmp_path / "log").read_text().splitlines()
+    assert first.startswith("standard output cannot be written ([Errno 32] Broken pipe)")
+    assert said == ["the first line", "the second line"]
 
 
 ON_A_TERMINAL = """
