@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.paths import config_names, search_path
 from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.world.process import in_utf8
 
 
 class Command(NamedTuple):
@@ -45,6 +46,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
+    in_utf8()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print_text(help_text())
@@ -96,7 +98,7 @@ def help_text() -> str:
 def first_comment(name: str) -> str:
     """Returns the comment in the first line of a configuration, which says what it is."""
     path = next(path for folder in search_path() if (path := Path(folder) / f"{name}.yaml").is_file())
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         line = file.readline()
     return line.lstrip("# ").strip() if line.startswith("#") else ""
 

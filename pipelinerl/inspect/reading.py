@@ -30,11 +30,11 @@ def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     Args:
         doc: the module's docstring. Its first line is the description, and the rest stands below the arguments.
     """
-    lines = (doc or "").splitlines()
+    first, _, rest = (doc or "").partition("\n")  # `python -OO` has none
     return argparse.ArgumentParser(
         prog=f"pipelinerl {command}",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
+        description=first,
+        epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

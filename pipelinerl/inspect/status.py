@@ -42,7 +42,7 @@ WATCH_REPEAT_S = 30.0
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher, or the reaper that cleans up after one, holds the lock of the run folder."""
     try:
-        with open(run_dir / LOCK_FILE) as lock:
+        with open(run_dir / LOCK_FILE, encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -168,7 +168,7 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
     time.sleep(STACKS_GRACE_S)
     lines = []
     for name, path, before in asked:
-        text = path.read_text()[before:] if path.exists() else ""
+        text = path.read_text(encoding="utf-8")[before:] if path.exists() else ""
         lines += [f"── {name} ({path})", text.rstrip() or "no answer: the process is frozen or in foreign code"]
     return lines
 
@@ -247,7 +247,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pipelinerl status", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="pipelinerl status", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dir", type=Path, help="run folder (output_dir)")
     parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
     parser.add_argument("--stacks", action="store_true", help="also print every live role's Python stacks")

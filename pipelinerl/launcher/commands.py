@@ -28,6 +28,7 @@ FOLDERS = {
 }
 NOT_INHERITED = (
     "PYTHONDONTWRITEBYTECODE",  # every start would compile everything again
+    "PYTHONOPTIMIZE",  # transformers reads docstrings, and a role's assertions are its own check
     "HYDRA_FULL_ERROR",
     "WORLD_SIZE",
     "RANK",

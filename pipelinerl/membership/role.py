@@ -36,7 +36,7 @@ from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.world.home import writable_folders
-from pipelinerl.world.process import die_with_parent, raise_open_files
+from pipelinerl.world.process import die_with_parent, in_utf8, raise_open_files
 
 if TYPE_CHECKING:
     from pipelinerl.membership.entry import Entry, Membership
@@ -104,6 +104,7 @@ def importing() -> Iterator[None]:
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     """Run a role's main function in its context and leave the process with its exit code."""
+    in_utf8()
     args = role_parser().parse_args()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

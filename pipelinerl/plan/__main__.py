@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pipelinerl.plan: {error}", file=sys.stderr)
         return 2
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -49,7 +49,7 @@ def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pipelinerl plan", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="pipelinerl plan", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="{split,compare,weights,memory}")
     plan = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
     plan.set_defaults(run=run_split)

@@ -1,7 +1,9 @@
 """The current process: it ends with its parent, opens as many files as it may, gives memory back, leaves no trace."""
 
+import codecs
 import contextlib
 import ctypes
+import locale
 import os
 import resource
 import shutil
@@ -53,6 +55,16 @@ def killed_with_parent(command: Sequence[str]) -> list[str]:
         raise ConfigError(f"the program setpriv is missing, which starts {command[0]}: apt install util-linux")
     unless_orphaned = ["/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
     return [setpriv, "--pdeathsig", "KILL", "--", *unless_orphaned, *command]
+
+
+def in_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if its locale has another encoding. Call it before all else.
+
+    Else paths, output and what libraries read would be in that encoding, ASCII in a container without a locale.
+    """
+    if codecs.lookup(locale.getencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def raise_open_files() -> int:

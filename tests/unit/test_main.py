@@ -1,7 +1,11 @@
 """The command `pipelinerl` itself."""
 
+import os
 import subprocess
 import sys
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""A container without a locale, for Pythons that would mend it themselves."""
 
 
 def test_help_whose_reader_leaves_is_no_error() -> None:
@@ -12,3 +16,24 @@ def test_help_whose_reader_leaves_is_no_error() -> None:
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_help_of_every_command_needs_neither_docstrings_nor_a_locale() -> None:
+    code = (
+        "from pipelinerl.__main__ import COMMANDS, main\n"
+        "print([name for name in COMMANDS if main([name, '--help']) != 0], main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, env=os.environ | ASCII, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"[] 0\n")
+
+
+def test_program_in_a_locale_without_utf8_starts_again_in_utf8() -> None:
+    code = (
+        "import sys; from pipelinerl.world.process import in_utf8; in_utf8(); "
+        "print(sys.argv[1:], sys.flags.optimize, sys.stdout.encoding, open('/dev/null').encoding)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, "数学 a"], capture_output=True, env=os.environ | ASCII, check=True
+    )
+    assert done.stdout.decode() == "['数学 a'] 1 utf-8 utf-8\n"

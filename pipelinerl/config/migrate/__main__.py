@@ -32,7 +32,7 @@ _Dumper.add_representer(str, _text)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="pipelinerl migrate", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="pipelinerl migrate", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("old", type=Path, help="an experiment's YAML file, or a `conf` folder")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where the experiments of a folder are written")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -62,7 +62,7 @@ def write_folder(old: Path, to: Path) -> None:
         raise ConfigError(f"{existing[0]} is there already: choose another folder with `--to`")
     to.mkdir(parents=True, exist_ok=True)
     for name, experiment in new.experiments.items():
-        (to / f"{name}.yaml").write_text(written(experiment, f"{name}.yaml"))
+        (to / f"{name}.yaml").write_text(written(experiment, f"{name}.yaml"), encoding="utf-8")
         print(f"{to / name}.yaml: {len(experiment.changed)} changed, {len(experiment.missing)} without an equivalent")
     for name, reason in new.left_out.items():
         print(f"{name} is left out: {reason}")

@@ -62,7 +62,7 @@ def execute(code: str) -> None:
     gc.enable()
     status = 0
     try:
-        exec(compile(code, FILE, "exec"), main.__dict__)
+        exec(compile(code, FILE, "exec", optimize=0), main.__dict__)  # whose tests may be assertions
     except SystemExit as leaving:
         status = exit_status(leaving)
     except BaseException as failure:  # noqa: BLE001 — the program's own: told as an interpreter tells it
