@@ -34,9 +34,9 @@ def dead(package: Path, settings: dict) -> list[str]:
     vulture = Vulture(**settings)
     vulture.scavenge([str(package)])
     for path in package.rglob("*.py"):
-        vulture.used_names.update(names_in_strings(path.read_text()))
+        vulture.used_names.update(names_in_strings(path.read_text(encoding="utf-8")))
     for path in (package / "conf").rglob("*.yaml"):
-        vulture.used_names.update(re.findall(r"\w+", path.read_text()))
+        vulture.used_names.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return [
         f"{Path(item.filename).relative_to(package.parent)}:{item.first_lineno}: {item.message}"
         for item in vulture.get_unused_code()
@@ -45,6 +45,8 @@ def dead(package: Path, settings: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = dead(ROOT / "pipelinerl", tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["vulture"])
+    found = dead(
+        ROOT / "pipelinerl", tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["vulture"]
+    )
     print("\n".join(found) or "no dead code")
     sys.exit(bool(found))

@@ -73,7 +73,7 @@ def pretend_to_have_a_gpu() -> None:
 def missing() -> list[str]:
     """What is imported and not there. In a process of its own, before anything is pretended."""
     code = "from pipelinerl.config.versions import *; print(missing_names(('torch', 'vllm', 'transformers')))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, encoding="utf-8")
     return ast.literal_eval(done.stdout.splitlines()[-1])
 
 

@@ -83,19 +83,25 @@ def line_of(pin: str, needed_by: list[str]) -> str:
 def resolve(platform: str, extras: list[str], folder: Path) -> list[str]:
     """Lines `name==version[ ; marker]  # via a, b` of uv, for every Python and machine that is supported."""
     lock = FOLDER / f"{platform}.lock"
-    pins = [line.partition(" # ")[0] for line in lock.read_text().splitlines()[1:]] if lock.exists() else []
+    pins = (
+        [line.partition(" # ")[0] for line in lock.read_text(encoding="utf-8").splitlines()[1:]]
+        if lock.exists()
+        else []
+    )
     asked = [f"pipelinerl[{','.join(extras)}] @ {ROOT.as_uri()}", *MORE[platform]]
-    (folder / "in").write_text("\n".join(asked))
-    (folder / "pins").write_text("\n".join(pins))
-    (folder / "out").write_text("".join(f"{name}; sys_platform == 'never'\n" for name in OUT[platform]))
+    (folder / "in").write_text("\n".join(asked), encoding="utf-8")
+    (folder / "pins").write_text("\n".join(pins), encoding="utf-8")
+    (folder / "out").write_text(
+        "".join(f"{name}; sys_platform == 'never'\n" for name in OUT[platform]), encoding="utf-8"
+    )
     linux = [f"sys_platform == 'linux' and platform_machine == '{machine}'" for machine in MACHINES]
-    (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {linux}\n")
+    (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {linux}\n", encoding="utf-8")
     command = ["uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11", "--no-header"]
     command += ["--annotation-style", "line", "--index-strategy", "unsafe-best-match"]
     command += ["--override", "out", "--output-file", "pins", "in"]
     if subprocess.run(command, cwd=folder, check=False).returncode:
         sys.exit(f"no lock for {platform}: what uv says is above")
-    return (folder / "pins").read_text().splitlines()
+    return (folder / "pins").read_text(encoding="utf-8").splitlines()
 
 
 def lock_clients() -> None:
@@ -109,7 +115,7 @@ def lock_clients() -> None:
 def main() -> None:
     """Write the locks."""
     lock_clients()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     of_extra = {name: roots for name, roots in extras_of(project).items() if name not in NOT_LOCKED}
     base = {name_of(text) for text in project["dependencies"]}
     FOLDER.mkdir(exist_ok=True)
@@ -128,7 +134,7 @@ def main() -> None:
             name = name_of(pin)
             wanted = [] if name in always else [extra for extra in extras if name in sets[extra]]
             text += line_of(pin, wanted)
-        (FOLDER / f"{platform}.lock").write_text(text)
+        (FOLDER / f"{platform}.lock").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def file_of(function: Callable[..., Any]) -> str | None:
 def read_run_delay_s(native_id: int) -> float:
     """As Linux counts it. 0 where it does not."""
     try:
-        with open(f"/proc/self/task/{native_id}/schedstat") as file:
+        with open(f"/proc/self/task/{native_id}/schedstat", encoding="utf-8") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0

@@ -134,7 +134,7 @@ def placeholder_id(model: str) -> int | None:
         if found is None:
             return None
         file = Path(found)
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     return next((config[key] for key in TOKEN_KEYS if isinstance(config.get(key), int)), None)
 
 

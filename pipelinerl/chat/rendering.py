@@ -225,7 +225,7 @@ def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
     if chosen in named:
         return named[chosen]
     try:
-        return Path(chosen).read_text()
+        return Path(chosen).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"`llm.chat_template` is {chosen!r}, which is no file ({error.strerror}); the tokenizer's templates are "

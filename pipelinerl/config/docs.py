@@ -149,8 +149,8 @@ def stale(pages: Mapping[str, str], root: Path = ROOT) -> Iterator[tuple[Path, s
     """Files whose part between the marks is another one, with what they should be."""
     for name, part in pages.items():
         path = root / name
-        wanted = replace_between_marks(path.read_text(), part)
-        if wanted != path.read_text():
+        wanted = replace_between_marks(path.read_text(encoding="utf-8"), part)
+        if wanted != path.read_text(encoding="utf-8"):
             yield path, wanted
 
 
@@ -162,7 +162,7 @@ def write_pages(description: str, pages: Callable[[], Mapping[str, str]]) -> int
     differing = list(stale(pages()))
     for path, wanted in differing:
         if not check:
-            path.write_text(wanted)
+            path.write_text(wanted, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'differs: run make format' if check else 'written'}")
     return 1 if check and differing else 0
 

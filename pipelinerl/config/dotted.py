@@ -60,7 +60,7 @@ def self_imports(dotted: str) -> Iterator[str]:
     found = importlib.util.find_spec(package) if package != "pipelinerl" else None
     for folder in map(Path, (found and found.submodule_search_locations) or ()):
         for path in sorted(folder.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(errors="replace"))):
+            for node in ast.walk(ast.parse(path.read_text(errors="replace", encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom):
                     names = [] if node.level else [node.module or ""]
                 elif isinstance(node, ast.Import):

@@ -51,7 +51,7 @@ def deepspeed_file(config: Config) -> Path:
 def zero_settings(config: Config) -> dict[str, Any]:
     """`zero_optimization` of the DeepSpeed file; empty where it does not exist."""
     path = deepspeed_file(config)
-    return json.loads(path.read_text()).get("zero_optimization", {}) if path.is_file() else {}
+    return json.loads(path.read_text(encoding="utf-8")).get("zero_optimization", {}) if path.is_file() else {}
 
 
 def zero_stage(config: Config) -> int:

@@ -81,7 +81,11 @@ def token_arguments(policy_loss: str) -> frozenset[str]:
         return frozenset()
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return frozenset()
-    defined = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)]
+    defined = [
+        node
+        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
     found = {
         argument.arg for node in defined if node.name == name for argument in [*node.args.args, *node.args.kwonlyargs]
     }

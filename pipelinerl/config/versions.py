@@ -86,7 +86,7 @@ def imports_of(path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
 
     Several modules are alternatives: a version of the library has the name in one of them.
     """
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     places = dict[tuple[int, str], tuple[str, ...]]()
     for attempt in (node for node in ast.walk(tree) if isinstance(node, ast.Try)):
         inside = [node for node in ast.walk(attempt) if isinstance(node, ast.ImportFrom) and node.module is not None]

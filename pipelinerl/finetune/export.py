@@ -204,7 +204,7 @@ def _write_index(folder: Path, placed: Iterable[tuple[str, str, int]]) -> None:
         "metadata": {"total_size": sum(size for _, _, size in placed)},
         "weight_map": {name: file for name, file, _ in placed},
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_surroundings(
@@ -239,10 +239,10 @@ def _copy_processor(folder: Path, source: str) -> None:
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
     """Set the dtype of the exported weights in the model's config.json."""
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def read_value_head(policy: Policy, folder: Path) -> None:

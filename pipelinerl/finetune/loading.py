@@ -42,7 +42,7 @@ class WeightFiles:
         """Find the files of a local folder or of a model on the hub. None without safetensors files."""
         index = _locate(source, INDEX)
         if index is not None:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             paths = {name: _locate(source, name) for name in sorted(set(weight_map.values()))}
             if None in paths.values():
                 return None

@@ -33,7 +33,7 @@ TOLD = (TrainerMetric.LOSS, TrainerMetric.GRAD_NORM, TrainerMetric.ENTROPY, Trai
 def read_debug_run(run_dir: Path) -> dict[str, Any] | None:
     """The figures of roles that have ended their work. None: they have not, or this is a whole run."""
     try:
-        return json.loads((run_dir / DEBUG_RUN_FILE).read_text())
+        return json.loads((run_dir / DEBUG_RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

@@ -312,7 +312,7 @@ def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> Point
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((run_dir / SUMMARY_FILE).read_text())
+        return json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

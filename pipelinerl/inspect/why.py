@@ -167,7 +167,7 @@ def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
     for folder in filter(None, (newest_export(run_dir), Path(model_path), run_dir / "model")):
         for name in ("generation_config.json", "config.json"):
             try:
-                found = json.loads((folder / name).read_text()).get("eos_token_id")
+                found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
             except (OSError, ValueError):
                 continue
             if found is not None:

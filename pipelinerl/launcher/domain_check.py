@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, required=True)
     arguments = parser.parse_args()
     container = json.load(sys.stdin)
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the domain prints is not the answer
     warnings: list[str] = []
     refusal = None

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print("\n".join(table_lines(result, ks)))
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.keep:
         print(f"look at          pipelinerl rollouts {shlex.quote(str(folder))} --test", file=sys.stderr)
     else:

@@ -266,7 +266,7 @@ def _tried(key: str, name: str, attempt: Callable[[], None]) -> None:
 
 def main() -> None:
     container = json.load(sys.stdin)
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the function prints is not the answer
     refusal = None
     try:

@@ -269,7 +269,7 @@ def check_architecture(config: Config) -> None:
     and for models whose configuration is not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"
-    if not described.is_file() or _is_plain(json.loads(described.read_text())):
+    if not described.is_file() or _is_plain(json.loads(described.read_text(encoding="utf-8"))):
         return
     finetune = config.finetune
     argv = [sys.executable, "-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]

@@ -167,7 +167,7 @@ def remove_left_by(owner: str) -> None:
         with contextlib.suppress(OSError):
             status = folder.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_ours and (folder / OWNER_FILE).read_text() == owner:
+            if is_ours and (folder / OWNER_FILE).read_text(encoding="utf-8") == owner:
                 log.info("event=temporary_removed folder=%s", folder)
                 subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
 
@@ -188,7 +188,7 @@ class Reaper:
             remove_left_by(owner)
         self.temporary = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
         """Temporary folder of the run's processes. It is deleted at the end of the run."""
-        Path(self.temporary, OWNER_FILE).write_text(owner)
+        Path(self.temporary, OWNER_FILE).write_text(owner, encoding="utf-8")
         self._mark, self._grace_s, self._lock = mark, grace_s, lock
         self._process = self._start()
 
@@ -263,7 +263,8 @@ def run_helper(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         env={**env, **mark.variables("helper"), "TMPDIR": watchdog.temporary},
         start_new_session=True,
     )

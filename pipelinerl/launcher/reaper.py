@@ -44,7 +44,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     mapped: set[tuple[int, int]] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/maps") as stream:
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as stream:
                 mapped.update(_device_and_inode(line) for line in stream if SHARED_MEMORY in line)
     with contextlib.suppress(OSError):
         with os.scandir(SHARED_MEMORY) as entries:

@@ -130,7 +130,7 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
     made = tuple(part for part in (path / LOG_FILE, path / LOCK_FILE, path) if not part.exists())
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115
+        lock = open(path / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"`output_dir` is {str(path)!r}: it cannot be written ({error.strerror})") from error
     try:

@@ -126,10 +126,10 @@ def write_account(run_dir: Path, lost: Path) -> None:
         with look_into(run_dir):
             _write_evaluations(run_dir, lost / EVALUATIONS_FILE)
             lines = verify.finding_lines(verify.verify(run_dir), run_dir)
-            (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines))
+            (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except (PipelineRLError, OSError) as error:
         log.warning("event=old_streams_damaged reason=%s", error)
-        (lost / DAMAGE_FILE).write_text(f"the streams cannot be read: {error}\n")
+        (lost / DAMAGE_FILE).write_text(f"the streams cannot be read: {error}\n", encoding="utf-8")
 
 
 def _write_evaluations(run_dir: Path, path: Path) -> None:

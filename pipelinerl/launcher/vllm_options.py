@@ -79,7 +79,7 @@ def vllm_folder() -> Path | None:
 @cache
 def names_of(path: Path) -> frozenset[str]:
     """Those of a source, which takes a third of a second to read."""
-    return frozenset(names_in(path.read_text()))
+    return frozenset(names_in(path.read_text(encoding="utf-8")))
 
 
 def sampling_parameters() -> Mapping[str, str]:
@@ -87,7 +87,9 @@ def sampling_parameters() -> Mapping[str, str]:
     root = vllm_folder()
     if root is None or not (root / SAMPLING).exists():
         return {}
-    classes = [node for node in ast.parse((root / SAMPLING).read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for node in ast.parse((root / SAMPLING).read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    ]
     fields = (
         part
         for node in classes

@@ -72,7 +72,7 @@ def run_delays_s(pid: int) -> dict[int, float]:
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError, IndexError, ValueError):
-                with open(f"/proc/{pid}/task/{name}/schedstat") as stream:
+                with open(f"/proc/{pid}/task/{name}/schedstat", encoding="utf-8") as stream:
                     delays[int(name)] = int(stream.read().split()[1]) / 1e9
     return delays
 
@@ -157,7 +157,9 @@ def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pi
             name: vars(status) | {"waits": [vars(w) for w in status.waits]} for name, status in statuses.items()
         },
     }
-    with open(os.open(folder / "status.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+    with open(
+        os.open(folder / "status.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+    ) as stream:
         json.dump(document, stream, indent=2, default=str)
     for job in jobs:
         for stacks in (run_dir / job).glob("stacks*.txt"):

@@ -114,7 +114,9 @@ def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Pa
     from pipelinerl.membership.redis import RedisStore
 
     mark = folder / RUN_ADDRESS
-    if (folder / RUN_CONFIG).exists() and (not mark.is_file() or mark.read_text().strip() != str(address)):
+    if (folder / RUN_CONFIG).exists() and (
+        not mark.is_file() or mark.read_text(encoding="utf-8").strip() != str(address)
+    ):
         raise ConfigError(f"--run-dir {folder} belongs to another run than {address}: choose another folder")
     store = open_store(address)
     assert isinstance(store, RedisStore)

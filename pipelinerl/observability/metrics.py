@@ -103,7 +103,7 @@ class MetricsLogger:
 
 
 def _open_lines(path: Path) -> TextIO:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", buffering=1)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8", buffering=1)
 
 
 def thin(path: Path) -> None:
@@ -130,7 +130,7 @@ def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
     """Return all points of a kind in order, without lines that are incomplete."""
     points = []
     with contextlib.suppress(FileNotFoundError):
-        for line in metrics_file(run_dir, kind).read_text().splitlines():
+        for line in metrics_file(run_dir, kind).read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
                 points.append(json.loads(line))
     return points
@@ -146,7 +146,7 @@ class SentSteps:
 
     def __init__(self, path: Path):
         self._path = path
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         self._newest = int(text) if text.strip().isdecimal() else -1
 
     def is_new(self, step: int) -> bool:
@@ -154,7 +154,7 @@ class SentSteps:
         if step <= self._newest:
             return False
         self._newest = step
-        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
             file.write(f"{step:020d}\n")  # of constant length, so that no moment leaves the file empty
         return True
 

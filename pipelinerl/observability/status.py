@@ -294,7 +294,7 @@ def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
     statuses = {}
     for path in sorted((Path(run_dir) / STATUS_DIR).glob("[!.]*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_text(encoding="utf-8"))
             waits = tuple(Wait(**wait) for wait in document.pop("waits"))
             statuses[path.stem] = StatusRecord(**document, waits=waits)
     return statuses
@@ -305,6 +305,6 @@ def _register_stacks(run_dir: Path, job_name: str) -> Any:
     job, _, rank = job_name.partition(".")
     path = run_dir / job / (f"stacks.{rank}.txt" if rank else "stacks.txt")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stream = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115
+    stream = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     return stream

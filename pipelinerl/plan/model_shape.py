@@ -174,7 +174,7 @@ def _read_config(model_path: str) -> dict[str, Any] | None:
     """The ``config.json`` of a model folder, or of a model in the local cache."""
     path = Path(model_path) / "config.json"
     found = path if path.is_file() else _cached_config(model_path)
-    return None if found is None else json.loads(found.read_text())
+    return None if found is None else json.loads(found.read_text(encoding="utf-8"))
 
 
 def _cached_config(model_path: str) -> Path | None:

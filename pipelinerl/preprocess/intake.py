@@ -146,7 +146,7 @@ def read_vocab_size(model_path: str) -> int:
         from huggingface_hub import hf_hub_download
 
         path = Path(hf_hub_download(model_path, "config.json"))
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     return int({**config, **config.get("text_config", {})}["vocab_size"])
 
 

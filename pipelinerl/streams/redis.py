@@ -354,7 +354,7 @@ def redis_place(
     """
     file = run_dir / RUN_ADDRESS
     if file.is_file():
-        address = urlsplit(file.read_text().strip())
+        address = urlsplit(file.read_text(encoding="utf-8").strip())
         assert address.hostname, f"{file} is written by fetch_run"
         return host or address.hostname, port or address.port or 0, address.path.removeprefix("/")
     host, port = host or cfg.streams.host, port or cfg.streams.port

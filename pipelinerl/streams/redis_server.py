@@ -83,7 +83,9 @@ def redis_command() -> list[str]:
             "streams=redis needs the program redis-server: install it (apt install redis-server), or set "
             "streams.external=true with streams.host and streams.port, or use streams=files"
         )
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=True, timeout=30, encoding="utf-8"
+    ).stdout
     major = int(version.partition("v=")[2].partition(".")[0] or 0)
     if major < OLDEST_VERSION:
         raise ConfigError(f"{program} is version {major}: streams=redis needs {OLDEST_VERSION} or newer")

@@ -75,7 +75,9 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
     settings = {name: value for name, value in vars(recipe).items() if name != "conversation"}
     versions = [version(package) for package in ("torch", "transformers", "tokenizers")]
     package = Path(__file__).parent.parent
-    sources = [file.read_text() for folder in SOURCES for file in sorted((package / folder).rglob("*.py"))]
+    sources = [
+        file.read_text(encoding="utf-8") for folder in SOURCES for file in sorted((package / folder).rglob("*.py"))
+    ]
     told = [settings | {"shape": asdict(recipe.shape)}, sample_texts(recipe, Random(seed)), seed, versions, sources]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 

@@ -30,7 +30,9 @@ def base_digest(source: str) -> str:
 
 def _files(source: str) -> list[Path]:
     index = _locate(source, INDEX)
-    names = [SINGLE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = (
+        [SINGLE] if index is None else sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    )
     found = [_locate(source, name) for name in names]
     return [path for path in found if path is not None] if None not in found else []
 

@@ -88,7 +88,7 @@ def is_port_free(host: str, port: int) -> bool:
 def ephemeral_start() -> int:
     """First port that the kernel gives to outgoing connections. Ports below it stay free between check and use."""
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError):
         return DEFAULT_EPHEMERAL_START
 

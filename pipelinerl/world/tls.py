@@ -36,7 +36,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 def adopt(world: WorldSection, env: MutableMapping[str, str]) -> None:
     """Puts the authority's certificate into ``env``, where ``client_context`` and child processes find it."""
     if world.tls and not env.get(CA_VARIABLE):
-        env[CA_VARIABLE] = Path(world.tls_ca).read_text() if world.tls_ca else made_authority(env)
+        env[CA_VARIABLE] = Path(world.tls_ca).read_text(encoding="utf-8") if world.tls_ca else made_authority(env)
 
 
 def client_context(env: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
@@ -97,7 +97,7 @@ def _wire_contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 def _written(folder: Path, certificate: str, key: str) -> tuple[str, str]:
     files = str(folder / "cert.pem"), str(folder / "key.pem")
     for path, content in zip(files, (certificate, key), strict=True):
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
             file.write(content)
     return files
 

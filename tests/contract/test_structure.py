@@ -43,6 +43,31 @@ def test_a_log_line_begins_with_its_event() -> None:
     assert free_log_lines(ast.parse('log.info("a b=%d", 1)\nlog.info("event=a b=%d", 1)')) == [1]
 
 
+def without_encoding(tree: ast.Module) -> list[int]:
+    """Lines of calls that read or write text in the encoding of the locale."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and _has_no_encoding(node)]
+
+
+def _has_no_encoding(call: ast.Call) -> bool:
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    name = ast.unparse(call.func)
+    method = name.rpartition(".")[2]
+    if given.keys() & {"encoding", "fileobj", None} or name in ("read_text", "supervisor.read_text"):  # the jail's own
+        return False
+    if method in ("open", "fdopen"):
+        modes = call.args if method == "open" and "." in name else call.args[1:]
+        modes_are_text = all(isinstance(mode, ast.Constant) and "b" not in str(mode.value) for mode in modes)
+        return modes_are_text and "b" not in given.get("mode", "")
+    return method in ("read_text", "write_text") or "True" in (given.get("text"), given.get("universal_newlines"))
+
+
+def test_text_is_read_and_written_in_utf8_whatever_the_locale() -> None:
+    assert [f"{name}:{line}" for name, tree in trees().items() for line in without_encoding(tree)] == []
+    wrong = "open(p)\np.read_text()\np.write_text(t)\nrun(c, text=True)\n(a / b).open('w')\nos.fdopen(1, 'w')\n"
+    assert without_encoding(ast.parse(wrong)) == [1, 2, 3, 4, 5, 6]
+    assert without_encoding(ast.parse("open(p, 'rb')\nopen(p, 'w', encoding='utf-8')\nImage.open(p)\n")) == []
+
+
 def test_dead_code_is_what_neither_code_nor_string_nor_setting_names(tmp_path: Path) -> None:
     package = tmp_path / "mine"
     (package / "engines").mkdir(parents=True)

@@ -68,7 +68,9 @@ def migrate_file(path: Path) -> Migration:
         ConfigError: it cannot be read, or it is no experiment by itself.
     """
     experiment = read_experiment(path)
-    folders = (path.parent, path.parent.parent) if GLOBAL.search(path.read_text()[:200]) else (path.parent,)
+    folders = (
+        (path.parent, path.parent.parent) if GLOBAL.search(path.read_text(encoding="utf-8")[:200]) else (path.parent,)
+    )
     folder = next((folder for folder in folders if (folder / BASE).exists()), None)
     if folder is not None and path != folder / BASE:
         result = _composed(folder, [path])
@@ -85,7 +87,7 @@ def migrate_file(path: Path) -> Migration:
 def _global_files(folder: Path) -> Iterator[Path]:
     """Experiments in folders below: they say that their keys are at the top."""
     for path in sorted(folder.glob("*/*.yaml")):
-        if GLOBAL.search(path.read_text(errors="replace")[:200]):
+        if GLOBAL.search(path.read_text(errors="replace", encoding="utf-8")[:200]):
             yield path
 
 

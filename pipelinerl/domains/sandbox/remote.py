@@ -28,7 +28,7 @@ AT_ONCE = 32
 START_S = 120
 """Longest time from the request of a machine to its end, besides the program's own."""
 FOLDER = "/tmp/program"
-INSIDE = Path(inside.__file__).read_text()
+INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
 """What runs a program there."""
 OUTPUT_BYTES = Limits().output_kb * 1024
 

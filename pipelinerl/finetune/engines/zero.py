@@ -37,7 +37,7 @@ UNCLIPPED = 1e12
 
 def deepspeed_settings(cfg: Config, path: Path) -> dict[str, Any]:
     """DeepSpeed's settings: those in the file at ``path``, overridden by those of `finetune`."""
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     half, stage = cfg.finetune.dtype == "bfloat16", settings["zero_optimization"]["stage"]
     if half and stage > 1:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

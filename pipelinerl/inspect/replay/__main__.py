@@ -92,7 +92,7 @@ def run_ranks(folder: Path, plan: ReplayPlan, changes: dict[str, Any], mismatch:
     command += ["--first-rank", "0", "--master-addr", LOOPBACK, "--master-port", "0", "--"]
     command += ["-m", "pipelinerl.inspect.replay.rank", str(folder), json.dumps(changes), json.dumps(mismatch)]
     environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, encoding="utf-8")
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise PipelineRLError(f"a rank of the replay failed with exit code {done.returncode}; its output is above")

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(lines_of(name, seen, findings)))
     code = play_with_model(args) if args.with_model else 0
     if args.json:
-        args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n")
+        args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n", encoding="utf-8")
     return code or int(any(findings for _, _, findings in examined))
 
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             facts[check.name] = run_check(check, machine, args.keep or Path(scratch), left)
             found += verdicts_of(check, machine, facts[check.name])
             write_results(args.out, machine, found, facts, time.monotonic() - started)
-    print(args.out.with_suffix(".txt").read_text(), end="")
+    print(args.out.with_suffix(".txt").read_text(encoding="utf-8"), end="")
     return int(any(verdict.outcome == "failed" for verdict in found))
 
 
@@ -93,8 +93,8 @@ def write_results(
         "verdicts": msgspec.to_builtins(found),
         "facts": facts,
     }
-    out.with_suffix(".json").write_text(json.dumps(everything, indent=2) + "\n")
-    with out.with_suffix(".txt").open("w") as file:
+    out.with_suffix(".json").write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
+    with out.with_suffix(".txt").open("w", encoding="utf-8") as file:
         print_page(Console(file=file, width=PAGE_WIDTH), machine, found, seconds)
 
 

@@ -60,7 +60,10 @@ def run_module(
     module: str, arguments: Sequence[str], timeout_s: float, job: Any = None, env: Mapping[str, str] | None = None
 ) -> Ended:
     """Run one of this project's modules. After its time, or at Ctrl-C, it and all that it started are asked to end."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as output,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+    ):
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -69,6 +72,7 @@ def run_module(
             text=True,
             env=os.environ | OFFLINE | dict(env or {}),
             start_new_session=True,
+            encoding="utf-8",
         )
         problem = ""
         try:

@@ -47,11 +47,11 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
 
 def success(path: Path) -> dict[str, float | None]:
     """Held-out success before and after. None: the run ended before it was measured."""
-    summary = json.loads(path.read_text()) if path.exists() else {}
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: summary.get(name) for name in ("success_before", "success_after")}
 
 
 def log_text(job: Path) -> str:
     """The log of a job with its earlier part. Empty if it never started."""
     paths = [path for name in ("log.1.txt", "log.txt") if (path := job / name).exists()]
-    return "".join(path.read_text(errors="replace") for path in paths)
+    return "".join(path.read_text(errors="replace", encoding="utf-8") for path in paths)

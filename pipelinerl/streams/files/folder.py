@@ -38,7 +38,7 @@ def reader_positions(folder: Path) -> dict[str, int]:
 
 def read_position(path: Path) -> int | None:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     if not text.strip().isdecimal():

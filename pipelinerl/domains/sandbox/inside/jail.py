@@ -219,7 +219,7 @@ def mount_in_root(path: str) -> None:
     if os.path.isdir(path):
         os.mkdir(target)
     else:
-        open(target, "w").close()
+        open(target, "w", encoding="utf-8").close()
     bind_read_only(path, target)
 
 

@@ -150,12 +150,15 @@ def write_setting(folder: int, file: str, text: str) -> None:
 def open_folder() -> GroupFolder | None:
     """Makes a folder of groups for this process, which is a jail. None: this machine allows none."""
     try:
-        with open("/proc/self/cgroup") as own, open("/proc/self/mountinfo") as mounts:
+        with (
+            open("/proc/self/cgroup", encoding="utf-8", errors="replace") as own,
+            open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts,
+        ):
             candidates = parents(own.read(), mounts.read())
     except OSError:
         return None
     for parent in candidates:
-        with contextlib.suppress(OSError), open(f"{parent}/cgroup.subtree_control") as file:
+        with contextlib.suppress(OSError), open(f"{parent}/cgroup.subtree_control", encoding="utf-8") as file:
             if "memory" in file.read().split():
                 return GroupFolder(f"{parent}/{PREFIX}{os.getpid()}")
     return None

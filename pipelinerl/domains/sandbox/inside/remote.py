@@ -25,9 +25,9 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
 
     started = time.monotonic()
     with (
-        open(paths["stdin.txt"]) as stdin,
-        open(paths["stdout.txt"], "w") as out,
-        open(paths["stderr.txt"], "w") as err,
+        open(paths["stdin.txt"], encoding="utf-8") as stdin,
+        open(paths["stdout.txt"], "w", encoding="utf-8") as out,
+        open(paths["stderr.txt"], "w", encoding="utf-8") as err,
     ):
         process = subprocess.Popen(
             [sys.executable, paths["program.py"]],
