@@ -56,6 +56,18 @@ class RowReport:
         """One line for each reason, the most frequent one first."""
         return [f"{count} rows: {reason} ({self.examples[reason]})" for reason, count in self.left_out.most_common()]
 
+    def leave_out(self, index: int, error: UnusableRow) -> None:
+        """Count row ``index``, and keep it as the example of its reason if it is the first one."""
+        self.left_out[error.reason] += 1
+        self.examples.setdefault(error.reason, f"row {index}: {error.detail}" if error.detail else f"row {index}")
+
+    def refusal(self, advice: str) -> DomainError:
+        """The error that too many rows are left out. ``advice``: what to do about it."""
+        return DomainError(
+            f"dataset {self.dataset!r}: {self.left_out.total()} of {self.kept + self.left_out.total()} rows cannot be "
+            f"used: {'; '.join(self.lines())}. {advice}"
+        )
+
 
 def usable_problems(
     rows: Iterable[Row], read: Callable[[Row, int], Problem], report: RowReport, max_rows: int | None = None
@@ -72,8 +84,7 @@ def usable_problems(
         try:
             problem = read(row, index)
         except UnusableRow as error:
-            report.left_out[error.reason] += 1
-            report.examples.setdefault(error.reason, f"row {index}: {error.detail}" if error.detail else f"row {index}")
+            report.leave_out(index, error)
         else:
             report.kept += 1
             yield problem
@@ -103,10 +114,9 @@ def load_usable(
     for line in report.lines():
         log.warning("event=rows_left_out dataset=%s %s", dataset, line)
     if report.left_out and (not problems or report.share_left_out > max_left_out):
-        raise DomainError(
-            f"dataset {dataset!r}: {report.left_out.total()} of {report.kept + report.left_out.total()} rows cannot be "
-            f"used: {'; '.join(report.lines())}. `pipelinerl check {dataset}` lists them. Set the columns, or allow it "
-            f"with dataset_loader_params.max_left_out (now {max_left_out})"
+        raise report.refusal(
+            f"`pipelinerl check {dataset}` lists them. Set the columns, or allow it with "
+            f"dataset_loader_params.max_left_out (now {max_left_out})"
         )
     return problems
 
