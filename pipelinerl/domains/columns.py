@@ -1,42 +1,53 @@
-"""What a row's columns hold: a question as text or messages, an answer as text. Everything else is refused by name.
+"""What a row's columns hold: a question as text or messages, an answer as text. A row with anything else is left out.
 
 A column's name may be dotted (`reward_model.ground_truth`): the parts behind a dot are keys of objects, which may be
 JSON text, or places in lists. Rows of verl, TRL, verifiers and OpenAI need no names at all (docs/guides/your-data.md).
 """
 
 import json
+import math
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
-from pipelinerl.errors import DomainError
+from pipelinerl.domains.rows import UnusableRow, is_unusable
 
 QUESTIONS = ("question", "problem", "prompt", "messages", "task")
 """Usual columns of a question. `task` is the last, because some data sets name the kind of task there."""
 ANSWERS = ("answer", "solution", "completion", "reward_model.ground_truth")
+IMAGES = re.compile(r"(?:decoded_)?(?:image|video|audio)s?(?:_\d+|_(?:url|path)s?)?", re.IGNORECASE)
+"""Usual columns of images and sounds. Text-only domains leave rows out in which one of them holds something."""
+IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
+"""A picture's place in a text, as LLaVA and verl mark it, or Markdown."""
+IMAGE_PART = re.compile("image|video|audio")
+"""Types of the parts of a message that are not text."""
+HAS_IMAGES = "the question has images, videos or sounds, which this domain does not send"
+INFINITE = (math.inf, -math.inf)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Messages = list[dict[str, Any]]
 MISSING = object()
 
 
-def column(row: dict[str, Any], name: str | None, usual: Sequence[str], dataset: str, what: str) -> Any:
+def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: str) -> Any:
     """Returns a row's value of one field.
 
     Args:
         row: column → value.
         name: the column that the configuration names. None: the first of ``usual`` that exists.
         usual: common names of the column.
-        dataset: name of the data set, for the message.
         what: name of the field in ``dataset_loader_params.columns``, for the message.
     Raises:
-        DomainError: the row has no such column.
+        UnusableRow: the row has no such column.
     """
     found = found_column(row, name, usual)
     if found is not None:
         return found[1]
     wanted = repr(name) if name else f"any of {list(usual)}"
-    raise DomainError(
-        f"dataset {dataset!r} has the columns {sorted(row)}, not {wanted}: set dataset_loader_params.columns.{what}"
+    raise UnusableRow(
+        f"no column for `{what}`",
+        f"has the columns {sorted(row)}, not {wanted}: set dataset_loader_params.columns.{what}",
     )
 
 
@@ -67,77 +78,96 @@ def inside(value: Any, dotted: str) -> Any:
     return value
 
 
-def question_of(row: dict[str, Any], name: str | None, dataset: str, index: int) -> str | Messages:
+def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
     """Returns a row's question: a text, or the messages up to the policy's turn.
 
     Raises:
-        DomainError: there is no such column, or it holds neither a text nor messages.
+        UnusableRow: there is no such column, it holds neither a text nor messages, or the question has images.
     """
-    value = column(row, name, QUESTIONS, dataset, "task")
+    for key in row:
+        if IMAGES.fullmatch(key) and is_filled(row[key]):
+            raise UnusableRow(HAS_IMAGES, f"column `{key}` is {shown(row[key])}")
+    value = column(row, name, QUESTIONS, "task")
     key = (found_column(row, name, QUESTIONS) or ("",))[0]
-    if isinstance(value, str):
-        return value
-    messages = messages_in(value, dataset, index, key)
+    if is_unusable(value) or value == []:
+        raise UnusableRow("the question is missing", f"column `{key}` is {shown(value)}")
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_in(value, key)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()  # the answer
     if not messages:
-        raise DomainError(f"dataset {dataset!r}: column `{key}` of row {index} has no message before the answer")
-    return messages
+        raise UnusableRow("the question is missing", f"column `{key}` has no message before the answer")
+    if image := next(filter(None, (IMAGE_IN_TEXT.search(message["content"]) for message in messages)), None):
+        raise UnusableRow(HAS_IMAGES, f"column `{key}` holds {image[0]!r}")
+    return value if isinstance(value, str) else messages
 
 
-def answer_of(row: dict[str, Any], name: str | None, dataset: str, index: int) -> str:
+def answer_of(row: dict[str, Any], name: str | None) -> str:
     """Returns a row's answer as text. Of a conversation it is the last message, which must be the assistant's.
 
     Raises:
-        DomainError: there is no such column, or its value is no answer.
+        UnusableRow: there is no such column, or its value is no answer.
     """
     found = found_column(row, name, ANSWERS)
     if found is None and not name:
         found = found_column(row, None, ("messages", "prompt"))
         found = found if found is not None and isinstance(found[1], list) else None
-    if found is None:
-        column(row, name, ANSWERS, dataset, "answer")
-        raise AssertionError("the column is missing")
-    key, value = found
-    if isinstance(value, list):
-        last = (messages_in(value, dataset, index, key) or [{"role": "nobody"}])[-1]
+    key, value = found or (name or "", column(row, name, ANSWERS, "answer"))
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        last = messages_in(value, key)[-1]
         if last["role"] != "assistant":
-            raise DomainError(
-                f"dataset {dataset!r}: row {index} has no answer: the last message of column `{key}` is of "
-                f"{last['role']!r}, not of 'assistant'; set dataset_loader_params.columns.answer"
+            raise UnusableRow(
+                "the answer is missing",
+                f"the last message of column `{key}` is of {last['role']!r}, not of 'assistant'; set "
+                "dataset_loader_params.columns.answer",
             )
         value = last["content"]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DomainError(
-            f"dataset {dataset!r}: column `{key}` of row {index} is {shown(value)}, not an answer: "
-            f"set dataset_loader_params.columns.answer, as in `{key}.value` for a key of an object"
+    if is_unusable(value) or value == []:
+        raise UnusableRow("the answer is missing", f"column `{key}` is {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or value in INFINITE:
+        raise UnusableRow(
+            "the answer is neither a text nor a number",
+            f"column `{key}` is {shown(value)}: set dataset_loader_params.columns.answer, as in `{key}.value` for a "
+            f"key of an object or `{key}.0` for the first of a list",
         )
-    if not str(value).strip():
-        raise DomainError(f"dataset {dataset!r}: row {index} has no answer: column `{key}` is empty")
     return str(value)
 
 
-def messages_in(value: Any, dataset: str, index: int, key: str) -> Messages:
+def messages_in(value: Any, key: str) -> Messages:
     """Returns messages with role and text. Keys without a value, which Parquet adds, are left out.
 
     Raises:
-        DomainError: the value is no list of messages, or one holds something else than text.
+        UnusableRow: the value is no list of messages, or one holds something else than text.
     """
-    where = f"dataset {dataset!r}: column `{key}` of row {index}"
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise DomainError(f"{where} is {shown(value)}, not a text or a list of messages")
+        raise UnusableRow("neither a text nor a list of messages", f"column `{key}` is {shown(value)}")
     found = []
     for message in value:
         given = {name: part for name, part in message.items() if part is not None}
         role, content = given.get("role"), given.get("content")
         if role not in ROLES:
-            raise DomainError(f"{where} has a message of role {role!r}, not one of {list(ROLES)}")
-        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text", "")) for part in content)
+            raise UnusableRow(
+                "a message of an unknown role", f"column `{key}` has one of role {role!r}, not one of {list(ROLES)}"
+            )
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            kinds = [str(part.get("type")) for part in content]
+            if image := next((kind for kind in kinds if IMAGE_PART.search(kind)), None):
+                raise UnusableRow(HAS_IMAGES, f"column `{key}` has a part of type {image!r}")
+            if set(kinds) <= {"text"}:
+                content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(content, str) or given.keys() - {"role", "content", "name"}:
-            raise DomainError(f"{where} has a message with {sorted(given)}, of which only role, text and name are read")
+            raise UnusableRow(
+                "a message that is more than text",
+                f"column `{key}` has one with {sorted(given)}, of which only role, text and name are read",
+            )
         found.append(given | {"content": content})
     return found
+
+
+def is_filled(value: Any) -> bool:
+    """Whether a cell, or one within its lists and objects, holds something. False and 0 are nothing."""
+    if isinstance(value, dict):
+        return any(map(is_filled, value.values()))
+    return any(map(is_filled, value)) if isinstance(value, list) else bool(value) and not is_unusable(value)
 
 
 def shown(value: Any) -> str:

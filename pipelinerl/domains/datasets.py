@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from pipelinerl.config.origin import data_file
+from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.errors import DomainError
 from pipelinerl.world.disk import matching
 
@@ -40,7 +41,8 @@ def generate_problems(
     num_train_problems: int,
     num_test_problems: int,
     seed: int,
-    read: Callable[[dict[str, Any], str, int], Problem] | None = None,
+    read: Callable[[dict[str, Any], int], Problem] | None = None,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[Problem]:
     """Generates the problems of ``train`` and ``test``, and reads data sets of other names.
 
@@ -51,14 +53,16 @@ def generate_problems(
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
         seed: of ``train``. ``test`` is the same for every seed.
-        read: (row, dataset, index) → a problem. None: the domain only has generated problems.
+        read: (row, index) → a problem. Raises `UnusableRow`. None: the domain only has generated problems.
+        max_left_out: of the rows that are read (``pipelinerl.domains.rows``).
     """
     problems: list[Problem] = []
     for name in dataset_names:
         if name not in ("train", "test"):
             if read is None:
                 raise DomainError(f"domain `{domain}` has no dataset {name!r}: use `train` or `test`")
-            problems += [read(row, name, index) for index, row in enumerate(rows_of(name, True))]
+            found = load_usable(name, rows_of(name, True), read, max_left_out=max_left_out)
+            problems += [{"dataset": name} | problem for problem in found]
             continue
         held_out = name == "test"
         rng = Random("test" if held_out else f"train {seed}")

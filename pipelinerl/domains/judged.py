@@ -15,6 +15,7 @@ from pipelinerl.chat.continuation import spoken
 from pipelinerl.domains.columns import ANSWERS, answer_of, found_column, question_of
 from pipelinerl.domains.datasets import Problem, rows_of
 from pipelinerl.domains.judge_client import all_of, judge_of
+from pipelinerl.domains.rows import MAX_LEFT_OUT, is_unusable, load_usable
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -30,7 +31,10 @@ class JudgedMetrics(BaseMetrics):
 
 
 def load_problems(
-    dataset_names: list[str], columns: dict[str, str] | None = None, judges: list[str] | None = None
+    dataset_names: list[str],
+    columns: dict[str, str] | None = None,
+    judges: list[str] | None = None,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[Problem]:
     """Loads problems ``{"dataset", "task", "answer", "judges"}``.
 
@@ -38,19 +42,21 @@ def load_problems(
         dataset_names: see ``pipelinerl.domains.datasets``.
         columns: field → column. ``answer`` is what the judges get as reference. Without such a column there is none.
         judges: names of the judges of these problems. None: all of the configuration.
+        max_left_out: largest share of a data set's rows that may lack a question. They are left out.
     """
     given = columns or {}
-    problems: list[Problem] = []
-    for name in dataset_names:
-        for index, row in enumerate(rows_of(name, True)):
-            has_answer = "answer" in given or found_column(row, None, ANSWERS) is not None
-            problem = {
-                "dataset": name,
-                "task": question_of(row, given.get("task"), name, index),
-                "answer": answer_of(row, given.get("answer"), name, index) if has_answer else "",
-            }
-            problems.append(problem | ({"judges": judges} if judges else {}))
-    return problems
+
+    def read(row: dict[str, Any], _: int) -> Problem:
+        found = found_column(row, given.get("answer"), ANSWERS)
+        has_answer = "answer" in given if found is None else not is_unusable(found[1])
+        answer = answer_of(row, given.get("answer")) if has_answer else ""
+        return {"task": question_of(row, given.get("task")), "answer": answer} | ({"judges": judges} if judges else {})
+
+    return [
+        {"dataset": name} | problem
+        for name in dataset_names
+        for problem in load_usable(name, rows_of(name, True), read, max_left_out=max_left_out)
+    ]
 
 
 async def generate_rollout(

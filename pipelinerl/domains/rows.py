@@ -1,12 +1,14 @@
 """Which rows of a data set become problems. A row that cannot be judged is left out, counted, and named once.
 
-A loader reads each row with a function that raises `UnusableRow`. Everything else that goes wrong, such as a column
-that the whole data set lacks, is a `DomainError` and ends the loading.
+A loader reads each row with a function that raises `UnusableRow`. A column that the whole data set lacks leaves out all
+of them, and the error names it. Everything else that goes wrong is a `DomainError` and ends the loading.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,6 +22,8 @@ Problem = TypeVar("Problem")
 
 MAX_LEFT_OUT = 0.1
 """Default of `dataset_loader_params.max_left_out`: above a tenth the columns are probably not what the user thinks."""
+MAX_USELESS = 1000
+"""A data set whose first rows, as many as this, all cannot be used is read no further."""
 
 
 class UnusableRow(DomainError):
@@ -69,6 +73,20 @@ class RowReport:
         )
 
 
+_collected: ContextVar[list[RowReport] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collected_reports() -> Iterator[list[RowReport]]:
+    """Collects the reports of the data sets that are read within, for `pipelinerl check`."""
+    reports: list[RowReport] = []
+    token = _collected.set(reports)
+    try:
+        yield reports
+    finally:
+        _collected.reset(token)
+
+
 def usable_problems(
     rows: Iterable[Row], read: Callable[[Row, int], Problem], report: RowReport, max_rows: int | None = None
 ) -> Iterator[Problem]:
@@ -80,11 +98,15 @@ def usable_problems(
         report: of this data set.
         max_rows: reads no more rows than this. None: all.
     """
+    if (reports := _collected.get()) is not None:
+        reports.append(report)
     for index, row in enumerate(islice(rows, max_rows)):
         try:
             problem = read(row, index)
         except UnusableRow as error:
             report.leave_out(index, error)
+            if not report.kept and report.left_out.total() >= MAX_USELESS:
+                return
         else:
             report.kept += 1
             yield problem

@@ -22,7 +22,9 @@ from pipelinerl.domains.answer_tag import last_answer
 from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
+from pipelinerl.domains.math.reference import refuse_placeholder
 from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.domains.rows import MAX_LEFT_OUT
 from pipelinerl.domains.sandbox import ProgramRunner
 from pipelinerl.domains.sandbox.choice import runner_of
 from pipelinerl.domains.single_turn import conversation
@@ -49,6 +51,7 @@ def load_problems(
     num_test_problems: int = 256,
     columns: dict[str, str] | None = None,
     seed: int = 0,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[Problem]:
     """Loads problems ``{"dataset", "task", "answer"}``.
 
@@ -60,6 +63,7 @@ def load_problems(
         num_test_problems: size of ``test``.
         columns: field → column of data sets that are read: ``{"task": …, "answer": …}``.
         seed: of ``train``. ``test`` is the same for every seed.
+        max_left_out: largest share of the rows read that may lack a question or an answer. They are left out.
     """
     if max_number < 2 or num_terms < 1:
         raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")
@@ -76,8 +80,15 @@ def load_problems(
         num_train_problems=num_train_problems,
         num_test_problems=num_test_problems,
         seed=seed,
-        read=lambda row, name, index: problem_of(row, columns or {}, name, index),
+        read=lambda row, index: read_problem(row, columns or {}) | {"id": index},
+        max_left_out=max_left_out,
     )
+
+
+def read_problem(row: dict[str, Any], columns: dict[str, str]) -> Problem:
+    problem = problem_of(row, columns)
+    refuse_placeholder(problem["answer"])
+    return problem
 
 
 MAX_RESULT_CHARS = 2000

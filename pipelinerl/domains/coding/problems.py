@@ -61,8 +61,8 @@ def named_rows(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
 def problem_of(
     row: dict[str, Any], columns: dict[str, str], dataset: str, index: int, max_tests: int | None
 ) -> dict[str, Any]:
-    task = question_of(row, columns.get("task"), dataset, index)
-    tests = column(row, columns.get("tests"), TESTS, dataset, "tests")
+    task = question_of(row, columns.get("task"))
+    tests = column(row, columns.get("tests"), TESTS, "tests")
     try:
         tests = mapping_of(tests)
         tests = mapping_of(tests["tests"]) if "tests" in tests else tests

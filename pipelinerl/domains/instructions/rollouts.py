@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.columns import column, question_of
+from pipelinerl.domains.columns import column, question_of, shown
 from pipelinerl.domains.datasets import Problem, generate_problems
 from pipelinerl.domains.instructions.judge import CHECKS, judge
+from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow
 from pipelinerl.domains.single_turn import ask_and_judge
-from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
@@ -60,6 +60,7 @@ def load_problems(
     num_test_problems: int = 256,
     columns: dict[str, str] | None = None,
     seed: int = 0,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[Problem]:
     """Loads problems ``{"dataset", "task", "constraints"}``.
 
@@ -71,6 +72,7 @@ def load_problems(
         columns: field → column of data sets that are read. Default: the first of
             ``pipelinerl.domains.columns``, and ``constraints`` (a list, or JSON).
         seed: of ``train``. ``test`` is the same for every seed.
+        max_left_out: largest share of the rows read that may lack a question or its constraints. They are left out.
     """
 
     def draw(rng: Random, held_out: bool) -> Problem:
@@ -85,25 +87,26 @@ def load_problems(
         num_train_problems=num_train_problems,
         num_test_problems=num_test_problems,
         seed=seed,
-        read=lambda row, name, index: read_problem(row, columns or {}, name, index),
+        read=lambda row, _: read_problem(row, columns or {}),
+        max_left_out=max_left_out,
     )
 
 
-def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> Problem:
-    task = question_of(row, columns.get("task"), dataset, index)
-    constraints = column(row, columns.get("constraints"), ("constraints",), dataset, "constraints")
+def read_problem(row: dict[str, Any], columns: dict[str, str]) -> Problem:
+    task = question_of(row, columns.get("task"))
+    constraints = column(row, columns.get("constraints"), ("constraints",), "constraints")
     if isinstance(constraints, str):
         with contextlib.suppress(ValueError):
             constraints = json.loads(constraints)
     listed = constraints if isinstance(constraints, list) else []
     if not listed or not all(isinstance(c, dict) and str(c.get("check")) in CHECKS for c in listed):
-        raise DomainError(
-            f"dataset {dataset!r}: row {index} has the constraints {constraints}: "
-            f"a list of objects whose `check` is one of {sorted(CHECKS)}"
+        raise UnusableRow(
+            "its constraints cannot be checked",
+            f"they are {shown(constraints)}, not a list of objects whose `check` is one of {sorted(CHECKS)}",
         )
     # In Parquet every object has the keys of all objects, and the missing values are None.
     given = [{name: value for name, value in one.items() if value is not None} for one in listed]
-    return {"dataset": dataset, "task": task, "constraints": given}
+    return {"task": task, "constraints": given}
 
 
 required_problem_keys = ("task", "constraints")

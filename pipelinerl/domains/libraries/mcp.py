@@ -16,6 +16,7 @@ from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.libraries import address_of, library, served
 from pipelinerl.domains.math.dataset import problem_of
+from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.domains.tool_use import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import ToolCall, TrainableLLM
@@ -40,6 +41,7 @@ def load_problems(
     max_turns: int = DEFAULT_MAX_TURNS,
     timeout_s: float = TIMEOUT_S,
     judge: str | None = None,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[dict[str, Any]]:
     """Reads problems with an answer, and gives each the servers.
 
@@ -52,12 +54,17 @@ def load_problems(
         timeout_s: longest wait for an answer of a server.
         judge: dotted name of a function from the policy's last message and the problem's answer to a ``Verdict``. By
             default the message holds ``<answer>…</answer>``.
+        max_left_out: largest share of a data set's rows that may lack a question or an answer. They are left out.
     """
     rules = {"servers": servers, "max_turns": max_turns, "timeout_s": timeout_s, "judge": judge}
+
+    def read(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return problem_of(row, columns or {}) | {"id": index} | rules
+
     return [
-        problem_of(row, columns or {}, name, index) | rules
+        {"dataset": name} | problem
         for name in dataset_names
-        for index, row in enumerate(rows_of(name, True))
+        for problem in load_usable(name, rows_of(name, True), read, max_left_out=max_left_out)
     ]
 
 

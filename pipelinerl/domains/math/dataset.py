@@ -3,16 +3,23 @@
 The data sets that PipelineRL's configurations name are known: where each lies, which rows count, and its columns.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from pipelinerl.domains.columns import answer_of, question_of
+from pipelinerl.domains.columns import answer_of, is_filled, question_of
 from pipelinerl.domains.datasets import rows_of
+from pipelinerl.domains.math.reference import final_answer, judged_reference
+from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
 from pipelinerl.errors import DomainError
 
 Row = dict[str, Any]
+TESTS = (
+    "tests", "test_cases", "unit_tests", "public_tests", "private_tests", "public_test_cases", "private_test_cases",
+    "input_output", "starter_code", "fn_name", "entry_point", "canonical_solution",
+)  # fmt: skip
+"""Columns of the published sets of programming problems."""
 ORZ = "https://raw.githubusercontent.com/Open-Reasoner-Zero/Open-Reasoner-Zero/refs/heads/main/data/orz_math_"
 SIMPLERL = (
     "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/refs/heads/v0/train/data/"
@@ -43,7 +50,7 @@ def orz(row: Row) -> Row:
 
 def eurus(row: Row) -> Row:
     task = row["prompt"][1]["content"].replace(EURUS_ENDING, "")
-    return {"task": task, "answer": str(row["reward_model"]["ground_truth"])}
+    return {"task": task, "answer": row["reward_model"]["ground_truth"]}
 
 
 def is_math(row: Row) -> bool:
@@ -111,7 +118,7 @@ def named_rows(name: str, streaming: bool) -> Iterator[Row]:
     """Yields the rows of a data set that is named here, or of any other that `rows_of` reads.
 
     Raises:
-        DomainError: as `rows_of`, or a row of a named data set lacks a column that it was published with.
+        DomainError: as `rows_of`, or a row of a named data set lacks a column by which its rows are chosen.
     """
     entry = NAMED.get(name)
     if entry is None:
@@ -121,7 +128,7 @@ def named_rows(name: str, streaming: bool) -> Iterator[Row]:
         for index, row in enumerate(rows_of(entry.source, streaming)):
             try:
                 if entry.keep is None or entry.keep(row):
-                    yield row if entry.read is None else entry.read(row)
+                    yield row
             except (KeyError, IndexError, TypeError) as error:
                 raise DomainError(
                     f"dataset {name!r} ({entry.source}): row {index} is not as it was published: "
@@ -129,14 +136,12 @@ def named_rows(name: str, streaming: bool) -> Iterator[Row]:
                 ) from error
 
 
-GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
-
-
 def load_problems(
     dataset_names: list[str],
     columns: dict[str, str] | None = None,
     max_problems: int | None = None,
     streaming: bool = True,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[dict[str, Any]]:
     """Loads problems ``{"dataset", "task", "answer", "id"}`` of all data sets, in order.
 
@@ -145,29 +150,39 @@ def load_problems(
             DeepScaleR's data set, `test` is MATH-500, `aime_2024` is what PipelineRL calls so.
         columns: field → column, e.g. ``{"task": "problem", "answer": "extra_info.answer"}``. By default the first of
             ``pipelinerl.domains.columns`` that exists.
-        max_problems: maximum per data set. None: all.
+        max_problems: rows that are read of each data set. None: all.
         streaming: read Hugging Face data sets as a stream instead of downloading them.
+        max_left_out: largest share of a data set's rows that may lack what the judge needs. They are left out.
 
     Raises:
-        DomainError: a file or column does not exist, or a row lacks its answer.
+        DomainError: a file does not exist, or more rows than allowed lack their question, or an answer that the judge
+            can read.
     """
     problems = []
     for name in dataset_names:
-        for index, row in enumerate(named_rows(name, streaming)):
-            if max_problems is not None and index >= max_problems:
-                break
-            problems.append(problem_of(row, columns or {}, name, index))
+        read = partial(judged_problem, columns=columns or {}, dataset=name)
+        rows = named_rows(name, streaming)
+        problems += load_usable(name, rows, read, max_rows=max_problems, max_left_out=max_left_out)
     return problems
 
 
-def problem_of(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
-    """Converts a row to a problem."""
-    task = question_of(row, columns.get("task"), dataset, index)
-    answer = answer_of(row, columns.get("answer"), dataset, index)
-    return {"dataset": dataset, "task": task, "answer": final_answer(answer), "id": index}
+def judged_problem(row: Row, index: int, columns: dict[str, str], dataset: str) -> dict[str, Any]:
+    """Converts a row to a problem whose answer the judge can read. Raises ``UnusableRow``."""
+    entry = NAMED.get(dataset)
+    if entry is not None and entry.read is not None:
+        try:
+            row = entry.read(row)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UnusableRow(
+                "it is not as it was published", f"{type(error).__name__}: {error}, its columns are {sorted(row)}"
+            ) from error
+    if tests := [name for name in row if name in TESTS and is_filled(row[name])]:
+        raise UnusableRow("it is a coding problem", f"it has a column `{tests[0]}`")
+    problem = problem_of(row, columns)
+    return {"dataset": dataset, **problem, "answer": judged_reference(problem["answer"]), "id": index}
 
 
-def final_answer(answer: str) -> str:
-    """Returns the answer at the end of a worked solution (``#### 42``), or the text itself if it has no such end."""
-    match = GSM8K_ANSWER.search(answer)
-    return match[1].replace(",", "") if match else answer
+def problem_of(row: Row, columns: dict[str, str]) -> dict[str, Any]:
+    """Returns ``task`` and ``answer`` of a row. Raises ``UnusableRow``."""
+    task = question_of(row, columns.get("task"))
+    return {"task": task, "answer": final_answer(answer_of(row, columns.get("answer")))}

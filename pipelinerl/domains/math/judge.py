@@ -15,6 +15,7 @@ from typing import Any
 from pipelinerl.domains.math import latex, units
 from pipelinerl.domains.math.equality import STRICT, Refusal, Rules, same
 from pipelinerl.domains.math.values import TooLargeError
+from pipelinerl.domains.rows import is_unusable
 from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unparsable, wrong
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -35,8 +36,11 @@ WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|m
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last ``\boxed{…}`` with balanced braces. None if there is none or it is cut."""
     start = text.rfind("\\boxed")
-    if start < 0:
-        return None
+    return None if start < 0 else boxed_at(text, start)
+
+
+def boxed_at(text: str, start: int) -> str | None:
+    r"""Returns the content of the ``\boxed{…}`` that begins at ``start``. None if it is cut."""
     opening = OPENING.match(text, start)
     if opening is None:
         match = re.match(r"\s*([^\s{}$]+)", text[start + len("\\boxed") : start + MAX_TEXT_CHARS])
@@ -77,6 +81,8 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     if options.get("operators", "refuse") not in ("refuse", "allow"):
         return error(f"math: options.operators is {options['operators']!r}: use refuse or allow")
     rules = Rules(strict=bool(options.get("strict", True)), operators=options.get("operators") == "allow")
+    if is_unusable(gold):
+        return error(f"math: the reference is {gold!r}")
     reference = reference_text(str(gold))
     try:
         answer = answer_of(prediction, answer_format)

@@ -81,7 +81,7 @@ def test_answer_of_a_worked_solution_is_its_last_line(tmp_path):
         ("{broken", r"x\.jsonl:1 is not JSON"),
         (json.dumps({"task": "?"}), "columns.answer"),
         (json.dumps({"text": "?", "answer": "1"}), "columns.task"),
-        (json.dumps({"task": "?", "answer": " "}), says("x.jsonl", "row 0", "no answer")),
+        (json.dumps({"task": "?", "answer": " "}), says("x.jsonl", "row 0", "the answer is missing")),
         ("[1]", says("x.jsonl", "row 0", "list", "object")),
         ('"task, tests"', says("x.jsonl", "row 0", "str", "object")),
     ],

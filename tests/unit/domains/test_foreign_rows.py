@@ -1,7 +1,9 @@
 """Rows of other trainers: the examples of the guide are read, and what is no question is refused by name."""
 
 import json
+import math
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from omegaconf import OmegaConf
 from pipelinerl.domains.coding.problems import load_problems as load_coding
 from pipelinerl.domains.columns import answer_of, question_of
 from pipelinerl.domains.math import load_problems
+from pipelinerl.domains.rows import UnusableRow
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.errors import DomainError
 
@@ -72,28 +75,38 @@ def test_tests_of_verls_coding_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"text": "?"}, "column `prompt` of row 3 is dict {'text': '?'}, not a text or a list of messages"),
-        (["?"], "not a text or a list of messages"),
-        (3, "is int 3, not a text"),
-        ([{"role": "human", "content": "?"}], "a message of role 'human'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "only role, text and name are read"),
+        ({"text": "?"}, "neither a text nor a list of messages: column `prompt` is dict {'text': '?'}"),
+        (["?"], "neither a text nor a list of messages"),
+        (3, "is int 3"),
+        ([{"role": "human", "content": "?"}], "has one of role 'human'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "file"}]}], "only role, text and name are read"),
+        (None, "the question is missing: column `prompt` is NoneType None"),
+        (math.nan, "the question is missing"),
+        (" ", "the question is missing"),
+        ("<image>How tall is it?", "has images, videos or sounds"),
+        ([user("Area? ![](https://cdn.example.org/a.png)")], "has images, videos or sounds"),
         ([{"role": "user", "content": "?", "tool_calls": []}], "only role, text and name are read"),
         ([{"role": "assistant", "content": "!"}], "no message before the answer"),
     ],
 )
 def test_what_is_no_question_is_refused_by_name(value: Any, said: str) -> None:
     with pytest.raises(DomainError) as refusal:
-        question_of({"prompt": value}, None, "d", 3)
+        question_of({"prompt": value}, None)
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("row", "name", "said"),
     [
-        ({"answer": {"value": 3}}, None, "column `answer` of row 3 is dict {'value': 3}, not an answer"),
-        ({"answer": True}, None, "is bool True, not an answer"),
-        ({"answer": None}, None, "is NoneType None, not an answer"),
-        ({"answer": "  "}, None, "column `answer` is empty"),
+        ({"answer": {"value": 3}}, None, "column `answer` is dict {'value': 3}"),
+        ({"answer": True}, None, "neither a text nor a number: column `answer` is bool True"),
+        ({"answer": None}, None, "the answer is missing: column `answer` is NoneType None"),
+        ({"answer": math.nan}, None, "the answer is missing"),
+        ({"answer": Decimal("NaN")}, None, "the answer is missing"),
+        ({"answer": math.inf}, None, "neither a text nor a number"),
+        ({"answer": ["42", "43"]}, None, "`answer.0` for the first of a list"),
+        ({"answer": "  "}, None, "the answer is missing"),
         ({"messages": [{"role": "user", "content": "?"}]}, None, "the last message of column `messages` is of 'user'"),
         ({"prompt": "?"}, None, "set dataset_loader_params.columns.answer"),
         ({"info": "{"}, "info.gold", "not 'info.gold'"),
@@ -102,11 +115,39 @@ def test_what_is_no_question_is_refused_by_name(value: Any, said: str) -> None:
 )
 def test_what_is_no_answer_is_refused_by_name(row: dict[str, Any], name: str | None, said: str) -> None:
     with pytest.raises(DomainError) as refusal:
-        answer_of(row, name, "d", 3)
+        answer_of(row, name)
     assert said in str(refusal.value)
 
 
 def test_dotted_names_go_into_objects_lists_and_json_and_a_whole_name_comes_first() -> None:
     row = {"a": '{"b": [1, {"c": 2.5}]}', "a.b": 7}
-    assert answer_of(row, "a.b.1.c", "d", 0) == "2.5"
-    assert answer_of(row, "a.b", "d", 0) == "7"
+    assert answer_of(row, "a.b.1.c") == "2.5"
+    assert answer_of(row, "a.b") == "7"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "is_left_out"),
+    [
+        ("images", [{"bytes": b"x", "path": None}], True),
+        ("image", "figure.png", True),
+        ("decoded_image", {"bytes": b"x"}, True),
+        ("image_2", [1], True),
+        ("videos", ["a.mp4"], True),
+        ("images", [], False),
+        ("images", None, False),
+        ("images", [{"bytes": None, "path": None}], False),
+        ("image", math.nan, False),
+        ("imagery", "rich", False),
+    ],
+)
+def test_question_of_a_row_with_an_image_is_refused(column: str, value: Any, is_left_out: bool) -> None:
+    row = {"prompt": "How tall is it?", column: value}
+    if is_left_out:
+        with pytest.raises(UnusableRow, match=f"has images.*column `{column}`"):
+            question_of(row, None)
+    else:
+        assert question_of(row, None) == "How tall is it?"
+
+
+def test_html_in_a_question_is_no_image() -> None:
+    assert question_of({"prompt": "What does <img src=x> do?"}, None) == "What does <img src=x> do?"

@@ -1,0 +1,98 @@
+r"""Which text is a reference answer of mathematics. What the judge would never accept an answer against is none.
+
+``final_answer`` finds the answer in a worked solution. ``judged_reference`` refuses what is no value: a proof, prose, a
+program, or what the judge's grammar does not cover.
+"""
+
+import re
+
+from pipelinerl.chat.continuation import spoken
+from pipelinerl.domains.math import latex
+from pipelinerl.domains.math.judge import MAX_ANSWER_CHARS, WRAPPER, boxed_at, last_boxed, parse, words_of
+from pipelinerl.domains.rows import UnusableRow
+
+GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+BOX = re.compile(r"\\fbox(?![A-Za-z])")
+DELIMITERS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
+FULL_STOP = re.compile(r"(?<![\s.])\.$")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+PLACEHOLDERS = re.compile(
+    r"nan|[-+]?inf|none|null|nil|n/?a|n\.a|<na>|missing|tbd|todo|unknown|omitted|unanswered|q\.?e\.?d|[-—?….]+"
+    r"|not ?(?:found|available|applicable|provided|given)|no (?:final )?answer(?: found| provided| given)?"
+    r"|(?:a |to be )?(?:proofs?|prove|proved|proven)(?: (?:question|problem|omitted|required))?"
+    r"|see (?:the )?(?:solution|proof|answer|explanation|text|info|above|below)"
+)
+"""What published sets write where there is no answer: NuminaMath's `proof` and `notfound`, what programs print for a
+missing value, and what people write. `undefined`, `does not exist`, `no solution` and `infinity` are answers."""
+MAX_WORDS = 6
+"""No answer of the published sets in `tests/unit/domains/math_answers` has more than four."""
+SENTENCE = re.compile(
+    r"\b(?:is|are|was|were|has|have|had|we|let|so|thus|hence|therefore|because|since|then|gets?|got|gives?|answer"
+    r"|proves?|proof|shows?|note|consider|suppose|assume)\b", re.IGNORECASE
+)  # fmt: skip
+"""Words of a sentence about an answer, which an answer itself does not hold."""
+PROGRAM = re.compile(
+    r"```|^\s*(?:def \w+\(|class \w+[:(]|import \w+$|from \w+ import|#include|print\(|return )", re.MULTILINE
+)
+
+
+def final_answer(answer: str) -> str:
+    r"""Returns the answer of a worked solution, or the text itself.
+
+    A solution ends in ``#### 42`` or holds ``\boxed{42}``, perhaps more than once. A thought before it does not count.
+
+    Raises:
+        UnusableRow: it has boxes that differ, of which nobody knows which is the answer, or one that is empty or cut.
+    """
+    said = spoken(answer)
+    match = GSM8K_ANSWER.search(said)
+    said = THOUSANDS.sub("", match[1]) if match else said
+    said = BOX.sub(r"\\boxed", said)
+    boxes, end = [], 0
+    for start in (box.start() for box in re.finditer(r"\\boxed(?![A-Za-z])", said)):
+        if start >= end:  # not within another
+            boxes.append(boxed_at(said, start))
+            end = start + len("\\boxed") + len(boxes[-1] or "")
+    if not boxes:
+        return said or answer
+    if len(set(boxes)) > 1:
+        raise UnusableRow("its solution has boxes that differ", ", ".join(map(repr, boxes))[:100])
+    if not boxes[0]:
+        raise UnusableRow("the box of its solution is empty or not closed", repr(said[-60:]))
+    return final_answer(boxes[0])
+
+
+def refuse_placeholder(answer: str) -> None:
+    """Raises ``UnusableRow`` if an answer says that there is none."""
+    bare = WRAPPER.sub(" ", answer).strip(" .!:()[]'\"*_\n") or answer.strip()
+    if PLACEHOLDERS.fullmatch(" ".join(bare.casefold().split())):
+        raise UnusableRow("the answer is a placeholder", repr(answer[:60]))
+
+
+def judged_reference(answer: str) -> str:
+    """Returns an answer as the judge takes it for a reference: without the delimiters of mathematics.
+
+    Raises:
+        UnusableRow: it is no value that the judge's grammar covers, or no box can hold it.
+    """
+    refuse_placeholder(answer)
+    text = FULL_STOP.sub("", DELIMITERS.sub("", answer).strip())
+    if NUMBER.fullmatch(text):
+        return text
+    shown = repr(text if len(text) <= 60 else f"{text[:60]}…")
+    if PROGRAM.search(text):
+        raise UnusableRow("the answer is a program", shown)
+    if "\\begin" not in text:
+        plain = re.sub(r"\\[A-Za-z]+", " ", text)
+        if len(re.findall(r"[^\W\d_]{2,}", plain)) > MAX_WORDS or SENTENCE.search(plain):
+            raise UnusableRow("the answer is prose without a box", shown)
+    if len(text) > MAX_ANSWER_CHARS or last_boxed(f"\\boxed{{{text}}}") != text:
+        raise UnusableRow("the judge cannot read the answer", shown)
+    if words_of(text) is not None or latex.choice(text) is not None or latex.choices(text):
+        return text
+    try:
+        parse(text, bare_units=True)
+    except (latex.NotParsedError, RecursionError) as error:
+        raise UnusableRow("the judge cannot read the answer", f"{shown}: {error}") from error
+    return text
