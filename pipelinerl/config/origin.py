@@ -5,6 +5,7 @@ configuration is read. `conf/origin.json` holds the path under which the run was
 servers that it shares with others, and the folders from which its own modules are imported.
 """
 
+import glob
 import json
 import os
 import re
@@ -15,8 +16,11 @@ from typing import Any
 
 from pipelinerl.config.paths import RUN_CONFIG, RUN_ORIGIN
 
-DATA_FILE = re.compile(r"(?P<path>.+\.(?:jsonl|json|parquet|csv))(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)")
+DATA_ENDING = r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz)?|parquet|arrow)"
+DATA_FILE = re.compile(rf"(?P<path>.+{DATA_ENDING})(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)")
 """Name of a data set in a local file, or in several by a pattern."""
+DATA_FOLDER = re.compile(r"(?P<path>.*/.*?)(?P<part>(?:@[^@/]*)?)")
+"""Name of a data set that may be a local folder. Without a slash it is the name of one elsewhere: `train`."""
 FREE_FORM = ("dataset_loader_params", "domain", "environment", "environments", "vllm_config")
 """Sections of the user's own, where any text may be a path. It is one if it looks like one and is there."""
 
@@ -80,14 +84,19 @@ def _absolute_data(name: str, base: Path) -> str:
 def data_file(name: str, base: Path = Path()) -> tuple[str, str] | None:
     """Returns path and `:config@split` of a data set in local files. None: the name is that of one elsewhere.
 
-    A path with a colon or an `@` must begin as one (`/`, `./`, `../`, `~`), or be there.
+    A path with a colon or an `@`, and one without the ending of a data file, must begin as a path (`/`, `./`, `../`,
+    `~`), or be there.
     """
-    match = DATA_FILE.fullmatch(name)
-    if match is None or "://" in name:
+    if "://" in name:
         return None
-    path = match["path"]
-    is_path = not re.search("[:@]", path) or _looks_local(path) or (base / path).is_file()
-    return (path, match["part"]) if is_path else None
+    file = DATA_FILE.fullmatch(name)
+    if file is not None and not re.search("[:@]", file["path"]):
+        return file["path"], file["part"]
+    for match in filter(None, (file, DATA_FOLDER.fullmatch(name))):
+        path = match["path"]
+        if _looks_local(path) or glob.has_magic(path) or os.path.exists(base / path):
+            return path, match["part"]
+    return None
 
 
 def _with_absolute_model(section: Mapping[str, Any], base: Path) -> dict[str, Any]:

@@ -1,26 +1,37 @@
 """Loads problems: reads Hugging Face data sets and local files row by row, or generates problems from a seed.
 
 A dataset on the Hugging Face hub is named by ``<name>[:<config>][@<split>]``, as ``openai/gsm8k:main@train``. Others
-are files and patterns of files: ``data/train.jsonl``, ``data/*.parquet``, ``problems.csv``. An address of a JSON file
-(``https://…/rows.json``) works as well.
+are files, patterns of files and folders: ``data/train.jsonl``, ``data/*.parquet``, ``problems.csv.gz``, ``data/``. An
+address of a JSON file (``https://…/rows.json``) works as well.
 """
 
 import csv
+import gzip
 import json
+import logging
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 
-from pipelinerl.config.origin import data_file
+from pipelinerl.config.origin import DATA_ENDING, data_file
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.errors import DomainError
 from pipelinerl.world.disk import matching
 
+log = logging.getLogger(__name__)
+
 HELD_OUT_EVERY = 10
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
+FORM = re.compile(rf"(?=\.(?P<form>[a-z]+)){DATA_ENDING}$")
+DATA_ENDINGS = ".jsonl, .ndjson, .json, .csv or .tsv (or one of them and .gz), .parquet or .arrow"
+HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What the library `datasets` writes beside data."""
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+TOO_MANY = "cells behind the last column"
 
 Problem = dict[str, Any]
 
@@ -90,7 +101,7 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
             yield row
     except DomainError:
         raise
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
         raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -101,6 +112,8 @@ def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
         raise DomainError(f"dataset {name!r}: only addresses that begin with https:// are read; download it")
     if (local := data_file(name)) is not None:
         return local_rows(name, *local)
+    if os.path.isdir(name):
+        raise DomainError(f"dataset {name!r} is a folder: write it as `./{name}`")
     match = NAME.fullmatch(name)
     if match is None:
         raise DomainError(f"dataset {name!r} is not of the form <name>[:<config>][@<split>], nor a file or a pattern")
@@ -108,35 +121,155 @@ def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
 
 
 def local_rows(name: str, path: str, part: str) -> Iterator[Any]:
-    """Yields the rows of a file, or of those that a pattern matches. ``part``: what stands behind the path."""
-    if part not in ("", "@train"):
+    """Yields the rows of a file, of a folder, or of the files that a pattern matches.
+
+    Args:
+        name: of the data set, for messages.
+        path: of the file or folder, or a pattern.
+        part: what stands behind the path.
+    Raises:
+        DomainError: there is no such file or part, or a folder has files of several forms.
+    """
+    if os.path.isdir(path):
+        return (row for file in folder_files(name, Path(path), part.removeprefix("@")) for row in file_rows(file))
+    found = [path] if os.path.isfile(path) else matching(path)
+    files = [Path(file) for file in found if os.path.isfile(file)]
+    if not files:
+        raise DomainError(f"dataset {name!r}: no such file or folder")
+    has_splits = part.startswith("@") and all(form_of(file) == "json" for file in files)
+    if part not in ("", "@train") and not has_splits:
         raise DomainError(
             f"dataset {name!r} is a local file, which has one part, `train`: remove {part!r}, or name another file"
         )
-    files = [path] if Path(path).is_file() else matching(path)
-    if not files:
-        raise DomainError(f"dataset {name!r}: no such file")
-    return (row for file in files for row in file_rows(Path(file)))
+    return (row for file in files for row in file_rows(file, part.removeprefix("@") or "train"))
 
 
-def file_rows(file: Path) -> Iterator[Any]:
-    """Yields the rows of a local file one at a time. A ``.json`` file holds one list and is read whole."""
-    if file.suffix == ".parquet":
-        from pyarrow.parquet import ParquetFile
+def folder_files(name: str, folder: Path, split: str) -> list[Path]:
+    """Returns the data files of a folder and of its subfolders. Others are logged.
 
-        with ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+    Where files are named after splits (``data/test-0.parquet``), those of one split are returned. Files whose names
+    begin with a dot or an underscore, and the Hub's notes about a data set, do not count.
+
+    Args:
+        name: of the data set, for messages.
+        folder: with files of one form.
+        split: empty: ``train``, or the only one.
+    Raises:
+        DomainError: there is no data file, or none of this split, or there are files of several forms.
+    """
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.name not in HUB_NOTES and not any(x[0] in "._" for x in path.parts)]
+    data = [path for path in paths if form_of(path)]
+    forms = sorted({form_of(path) for path in data})
+    if len(forms) != 1:
+        held = f"files of several forms ({', '.join(forms)})" if forms else f"no file that ends in {DATA_ENDINGS}"
+        raise DomainError(f"dataset {name!r}: the folder holds {held}: name its files, as in `{folder}/*.jsonl`")
+    splits = {path: split_of(path) for path in data}
+    found = sorted(set(splits.values()))
+    wanted = SPLITS.get(split, split) or (found[0] if len(found) == 1 else "train")
+    chosen = [path for path in data if splits[path] == wanted]
+    if not chosen:
+        raise DomainError(f"dataset {name!r}: the folder has no part `{wanted}`, only {found}: name one with `@`")
+    if left_out := [str(path) for path in paths if path not in chosen]:
+        log.warning("event=files_left_out dataset=%s read=%d left_out=%s", name, len(chosen), left_out)
+    return [folder / path for path in chosen]
+
+
+def split_of(path: Path) -> str:
+    """Returns the split that the path of a file names, as on the Hub. A file that names none belongs to ``train``."""
+    words = re.split(r"[^A-Za-z]+", str(path).lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "train")
+
+
+def form_of(path: Path) -> str:
+    """Returns the form of a data file by its ending, such as ``jsonl``. Empty: it is none."""
+    match = FORM.search(path.name)
+    return "" if match is None else {"ndjson": "jsonl"}.get(match["form"], match["form"])
+
+
+def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
+    """Yields the rows of a local file one at a time.
+
+    A ``.json`` file with one list or object is read whole. ``split`` is read of one that holds several.
+    """
+    form = form_of(file)
+    if form in ("parquet", "arrow"):
+        for batch in table_batches(file, form):
+            yield from map(without_nulls_within, batch.to_pylist())
         return
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        if file.suffix == ".csv":
-            yield from csv.DictReader(stream, restkey="")
-        elif file.suffix == ".json":
-            yield from json.load(stream)
+    if not form:
+        raise DomainError(f"{file} is no data file: its name must end in {DATA_ENDINGS}")
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
+        if form in ("csv", "tsv"):
+            reader = csv.DictReader(stream, restkey=TOO_MANY, delimiter="\t" if form == "tsv" else ",")
+            yield from map(without_extra_cells, reader)
+        elif form == "json" and (split != "train" or not has_json_lines(stream)):
+            yield from listed_rows(json.load(stream), file, split)
         else:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield json_row(line, file, number)
+
+
+def table_batches(file: Path, form: str) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    if form == "parquet":
+        with ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=1024)
+    else:
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as batches:
+            yield from batches
+
+
+def without_nulls_within(row: dict[str, Any]) -> dict[str, Any]:
+    """Removes the keys that a table gives to an object because another row's has them. A column without a value stays.
+
+    A null that the row's author wrote looks the same in a table, so it goes as well.
+    """
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(item) for name, item in value.items() if item is not None}
+        return [without(item) for item in value] if isinstance(value, list) else value
+
+    return {name: without(value) for name, value in row.items()}
+
+
+def without_extra_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Removes the columns of a row that has more cells than columns: nobody knows which cell belongs to which."""
+    extra = row.pop(TOO_MANY, ())
+    return {TOO_MANY: extra} if any(extra) else row
+
+
+def has_json_lines(stream: TextIO) -> bool:
+    """Whether a file holds an object in a line, and something behind it. Leaves the stream at its start."""
+    lines = (line for line in stream if line.strip())
+    try:
+        return isinstance(json.loads(next(lines, "")), dict) and next(lines, None) is not None
+    except ValueError:
+        return False
+    finally:
+        stream.seek(0)
+
+
+def listed_rows(content: Any, file: Path, split: str) -> list[Any]:
+    """Returns the rows of a JSON value: a list, an object with a list of rows, one list for each split, or one row."""
+    lists = {}
+    if isinstance(content, dict):
+        lists = {key: rows for key, rows in content.items() if isinstance(rows, list)}
+        if lists and all(key in SPLITS for key in content):
+            content = {SPLITS[key]: rows for key, rows in lists.items()}
+            if (split := SPLITS.get(split, split)) not in content:
+                raise DomainError(f"{file} has the parts {sorted(content)}, not {split!r}: name one with `@`")
+            return content[split]
+    if split != "train":
+        raise DomainError(f"{file} has one part, `train`: remove '@{split}'")
+    if isinstance(content, list):
+        return content
+    rows = lists.get("data") or lists.get("rows") or [None]
+    return rows if all(isinstance(row, dict) for row in rows) else [content]
 
 
 def json_row(line: str, file: Path, number: int) -> Any:
@@ -151,4 +284,4 @@ def hub_rows(path: str, config: str | None, split: str, streaming: bool, **optio
         from datasets import load_dataset
     except ImportError as error:
         raise DomainError(f"dataset {path!r} needs the extra `data`: pip install pipelinerl[data]") from error
-    return iter(load_dataset(path, config, split=split, streaming=streaming, **options))
+    return map(without_nulls_within, load_dataset(path, config, split=split, streaming=streaming, **options))

@@ -46,6 +46,15 @@ def test_data_sets_in_files_are_absolute_and_names_stay(name: str, expected: str
     assert found == {**wanted, "domains": [wanted]}
 
 
+def test_data_set_is_a_folder_if_it_is_there_or_looks_like_one_and_has_a_slash(tmp_path: Path) -> None:
+    for folder in ("train", "data/rows", "openai/gsm8k"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = ["train", "train/", "data/rows", "data/rows@test", "./later", "data/*", "openai/gsm8k:main@train", "Qwen/x"]
+    expected = ["train", "{}/train", "{}/data/rows", "{}/data/rows@test", "{}/later", "{}/data/*"]
+    expected = [name.format(tmp_path) for name in expected] + ["openai/gsm8k:main@train", "Qwen/x"]
+    assert absolute({"train_dataset_names": names}, tmp_path)["train_dataset_names"] == expected
+
+
 def test_model_is_a_folder_if_it_is_there_looks_like_one_or_will_be_built(tmp_path: Path) -> None:
     (tmp_path / "me" / "model").mkdir(parents=True)
 

@@ -1,4 +1,5 @@
 import csv
+import gzip
 import json
 
 import pyarrow
@@ -6,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from pipelinerl.domains.coding import load_problems as load_coding
+from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.math import load_problems
 from pipelinerl.errors import DomainError
 from tests.says import says
@@ -168,3 +170,147 @@ def test_unusable_coding_tests_are_named(tmp_path, tests):
     path.write_text(json.dumps({"task": "?", "tests": tests}))
     with pytest.raises(DomainError, match="row 0"):
         load_coding([str(path)])
+
+
+def written_as(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def tasks_of(name):
+    return [problem["task"] for problem in load_problems([name])]
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+TABLE = 'problem,answer\n1+1?,2\nHalf of one?,"\\frac{1}{2}"\n'
+SEEN = ["1+1?", "Half of one?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.ndjson", LINES),
+        ("x.json", LINES),
+        ("x.json", "\ufeff\n" + LINES),
+        ("x.tsv", TABLE.replace(",", "\t")),
+        ("x.jsonl.gz", LINES),
+        ("x.ndjson.gz", LINES),
+        ("x.json.gz", LINES),
+        ("x.json.gz", json.dumps(ROWS)),
+        ("x.csv.gz", "\ufeff" + TABLE),
+        ("x.tsv.gz", TABLE.replace(",", "\t")),
+        ("x.json", json.dumps({"data": ROWS, "version": 1})),
+        ("x.json", json.dumps({"rows": ROWS}, indent=1)),
+        ("x.json", json.dumps({"train": ROWS, "test": [{"problem": "3?", "answer": "3"}]})),
+    ],
+)
+def test_other_forms_give_the_same_problems(tmp_path, name, text):
+    assert tasks_of(written_as(tmp_path / name, text)) == SEEN
+
+
+def test_arrow_files_are_read(tmp_path):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.OSFile(f"{tmp_path}/x.arrow", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    assert tasks_of(f"{tmp_path}/x.arrow") == SEEN
+
+
+def test_json_file_of_one_object_is_one_row_and_its_parts_have_names(tmp_path):
+    assert tasks_of(written_as(tmp_path / "one.json", json.dumps(ROWS[0], indent=1))) == ["1+1?"]
+    parts = written_as(tmp_path / "parts.json", json.dumps({"train": ROWS, "validation": ROWS[:1]}))
+    assert tasks_of(f"{parts}@val") == ["1+1?"]
+    with pytest.raises(DomainError, match=says("parts.json", "['train', 'validation']", "'test'")):
+        load_problems([f"{parts}@test"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl.gz", gzip.compress((LINES * 100).encode())[:-20], "EOFError"),
+        ("x.jsonl.gz", LINES.encode(), "Not a gzipped file"),
+        ("x.json", b"3", says("row 0", "int", "object")),
+        ("x.jsonl.zst", b"", "is no data file: its name must end in"),
+        ("x.arrow", b"no arrow", "Arrow"),
+    ],
+)
+def test_other_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DomainError, match=message) as caught:
+        load_problems([f"{tmp_path}/{name}"])
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [json.dumps(ROWS), json.dumps({"data": ROWS})])
+def test_split_of_a_json_file_that_has_none_is_refused(tmp_path, text):
+    name = written_as(tmp_path / "x.json", text)
+    with pytest.raises(DomainError, match=says("x.json", "one part, `train`", "'@test'")):
+        load_problems([f"{name}@test"])
+
+
+def test_row_with_more_cells_than_columns_is_left_out(tmp_path, caplog):
+    good = "".join(f"{i}+1?,{i + 1},\n" for i in range(20))  # an empty cell too many is harmless
+    name = written_as(tmp_path / "x.csv", f"problem,answer\n{good}1, 2 or 3?,2\n")
+    assert tasks_of(name) == [f"{i}+1?" for i in range(20)]
+    assert "1 rows: no column for `task` (row 20: has the columns ['cells behind the last column']" in caplog.text
+
+
+def test_folder_is_read_whole_and_what_is_left_out_is_named(tmp_path, caplog):
+    written_as(tmp_path / "d/a.jsonl", LINES)
+    written_as(tmp_path / "d/more/b.jsonl.gz", json.dumps({"problem": "3?", "answer": "3"}))
+    for other in ("README.md", ".hidden.jsonl", "_SUCCESS", "dataset_info.json"):
+        written_as(tmp_path / "d" / other, "?")
+    for written in (f"{tmp_path}/d", f"{tmp_path}/d/", f"{tmp_path}/d@train"):
+        caplog.clear()
+        assert tasks_of(written) == [*SEEN, "3?"]
+        assert f"event=files_left_out dataset={written} read=2 left_out=['README.md']" in caplog.text
+
+
+def test_folder_with_files_of_several_splits_gives_one_split(tmp_path, caplog):
+    written_as(tmp_path / "data/train-00000-of-00001.jsonl", LINES)
+    written_as(tmp_path / "data/test-00000-of-00001.jsonl", json.dumps({"problem": "3?", "answer": "3"}))
+    assert tasks_of(f"{tmp_path}/data") == SEEN
+    assert "left_out=['test-00000-of-00001.jsonl']" in caplog.text
+    assert tasks_of(f"{tmp_path}/data@test") == ["3?"]
+    with pytest.raises(DomainError, match=says("validation", "['test', 'train']")):
+        load_problems([f"{tmp_path}/data@valid"])
+
+
+def test_folder_that_is_a_test_set_is_read_without_naming_the_split(tmp_path):
+    written_as(tmp_path / "gsm8k/test.jsonl", LINES)
+    assert tasks_of(f"{tmp_path}/gsm8k") == SEEN
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a.jsonl", "b.csv"], says("files of several forms", "csv, jsonl", "name its files")),
+        (["README.md"], says("no file that ends in", ".jsonl")),
+        ([], says("no file that ends in", ".jsonl")),
+    ],
+)
+def test_folder_of_mixed_files_or_none_is_refused(tmp_path, files, message):
+    (tmp_path / "d").mkdir()
+    for file in files:
+        written_as(tmp_path / "d" / file, "?")
+    with pytest.raises(DomainError, match=message):
+        load_problems([f"{tmp_path}/d"])
+
+
+def test_folder_without_a_slash_is_no_guess(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written_as(tmp_path / "rows/a.jsonl", LINES)
+    assert tasks_of("./rows") == tasks_of("rows/") == SEEN
+    with pytest.raises(DomainError, match=r"'rows' is a folder: write it as `\./rows`"):
+        load_problems(["rows"])
+    for missing in ("./nowhere", "/no/where/", "./nowhere/*"):
+        with pytest.raises(DomainError, match="no such file or folder"):
+            load_problems([missing])
+
+
+def test_table_loses_the_keys_that_other_rows_have_and_json_keeps_its_nulls(tmp_path):
+    rows = [{"call": {"city": "Paris"}, "answer": None}, {"call": {"zip": "10115"}, "answer": "1"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert list(rows_of(f"{tmp_path}/x.parquet", True)) == rows
+    real = {"call": {"city": None}}
+    assert list(rows_of(written_as(tmp_path / "x.jsonl", json.dumps(real)), True)) == [real]
