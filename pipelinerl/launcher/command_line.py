@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.paths import CONF_DIR, config_names
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
@@ -20,6 +20,7 @@ from pipelinerl.world.process import process_restored
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from pipelinerl.config.sections import Config
     from pipelinerl.launcher.commands import CommandOf
 
 QUIET_HYDRA = (
@@ -173,6 +174,32 @@ def quoted(text: str) -> str:
     """
     before_quote = re.compile(r'(\\*)("|$)')  # only there Hydra's grammar takes backslashes for escapes
     return '"' + before_quote.sub(lambda end: end[1] * 2 + ('\\"' if end[2] else ""), text) + '"'
+
+
+def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[dict[str, Any], "Config"]:
+    """Returns an experiment's configuration, plain and typed, for a command that starts no run.
+
+    Nothing that only a run needs must be given.
+
+    Raises:
+        PipelineRLError: the configuration cannot be composed, or its values do not fit.
+    """
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from pipelinerl.config.load import compose, missing_keys, parse_container, to_container
+    from pipelinerl.config.origin import absolute
+
+    try:
+        cfg = compose(config_name, list(map(with_right_plus, overrides)), config_dir, own=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise PipelineRLError(explain_refusal(error, config_names(config_dir))) from error
+    for key in missing_keys(cfg):
+        OmegaConf.update(cfg, key, "not-given")
+    container = absolute(to_container(cfg), Path.cwd())
+    return container, parse_container(container)
 
 
 def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:

@@ -23,15 +23,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import compose, missing_keys, parse_container, to_container
-from pipelinerl.config.origin import absolute
-from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import Domain, domains_of
 from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
-from pipelinerl.launcher.command_line import explain_refusal, quoted, with_right_plus
+from pipelinerl.launcher.command_line import composed, quoted
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
@@ -41,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (None: `sys.argv`) and return the exit code."""
     args = parser().parse_intermixed_args(argv)
     try:
-        container, config = configuration(args)
+        container, config = composed(args.config_name, args.overrides, args.config_dir)
         with verifier(config) as jobs:
             examined = [examine_domain(domain, {**container, "jobs": jobs}, args) for domain in domains_of(config)]
     except PipelineRLError as error:
@@ -86,22 +83,6 @@ def play_with_model(args: argparse.Namespace) -> int:
         if figures is not None:
             print("\n".join(rollout_lines(figures)))
     return code
-
-
-def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
-    """The composed configuration, plain and typed. Nothing that only a run needs must be given."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        cfg = compose(args.config_name, list(map(with_right_plus, args.overrides)), args.config_dir, own=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise PipelineRLError(explain_refusal(error)) from error
-    for key in missing_keys(cfg):
-        OmegaConf.update(cfg, key, "not-given")
-    container = absolute(to_container(cfg), Path.cwd())
-    return container, parse_container(container)
 
 
 def examine_domain(
