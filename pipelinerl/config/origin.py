@@ -17,7 +17,7 @@ from typing import Any
 from pipelinerl.config.paths import RUN_CONFIG, RUN_ORIGIN
 
 DATA_ENDING = r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz)?|parquet|arrow)"
-DATA_FILE = re.compile(rf"(?P<path>.+{DATA_ENDING})(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)")
+DATA_FILE = re.compile(rf"(?P<path>.+{DATA_ENDING})(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)", re.IGNORECASE)
 """Name of a data set in a local file, or in several by a pattern."""
 DATA_FOLDER = re.compile(r"(?P<path>.*/.*?)(?P<part>(?:@[^@/]*)?)")
 """Name of a data set that may be a local folder. Without a slash it is the name of one elsewhere: `train`."""

@@ -23,6 +23,7 @@ IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
 IMAGE_PART = re.compile("image|video|audio")
 """Types of the parts of a message that are not text."""
 HAS_IMAGES = "the question has images, videos or sounds, which this domain does not send"
+SURROGATE = re.compile("[\ud800-\udfff]")
 INFINITE = (math.inf, -math.inf)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -98,6 +99,7 @@ def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
         raise UnusableRow("the question is missing", f"column `{key}` has no message before the answer")
     if image := next(filter(None, (IMAGE_IN_TEXT.search(message["content"]) for message in messages)), None):
         raise UnusableRow(HAS_IMAGES, f"column `{key}` holds {image[0]!r}")
+    refuse_surrogates(key, *(message["content"] for message in messages))
     return value if isinstance(value, str) else messages
 
 
@@ -129,6 +131,7 @@ def answer_of(row: dict[str, Any], name: str | None) -> str:
             f"column `{key}` is {shown(value)}: set dataset_loader_params.columns.answer, as in `{key}.value` for a "
             f"key of an object or `{key}.0` for the first of a list",
         )
+    refuse_surrogates(key, str(value))
     return str(value)
 
 
@@ -161,6 +164,12 @@ def messages_in(value: Any, key: str) -> Messages:
             )
         found.append(given | {"content": content})
     return found
+
+
+def refuse_surrogates(key: str, *texts: str) -> None:
+    """Raises ``UnusableRow`` for a text with half a character of UTF-16: JSON can hold it, no request can send it."""
+    if broken := next(filter(None, map(SURROGATE.search, texts)), None):
+        raise UnusableRow("a text with half a character", f"column `{key}` holds {broken[0]!r}")
 
 
 def is_filled(value: Any) -> bool:

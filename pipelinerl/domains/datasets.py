@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 HELD_OUT_EVERY = 10
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
-FORM = re.compile(rf"(?=\.(?P<form>[a-z]+)){DATA_ENDING}$")
+FORM = re.compile(rf"(?=\.(?P<form>[a-z]+)){DATA_ENDING}$", re.IGNORECASE)
 DATA_ENDINGS = ".jsonl, .ndjson, .json, .csv or .tsv (or one of them and .gz), .parquet or .arrow"
 HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What the library `datasets` writes beside data."""
@@ -102,7 +102,8 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
     except DomainError:
         raise
     except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
-        raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}") from error
+        advice = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}{advice}") from error
 
 
 def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
@@ -184,7 +185,8 @@ def split_of(path: Path) -> str:
 def form_of(path: Path) -> str:
     """Returns the form of a data file by its ending, such as ``jsonl``. Empty: it is none."""
     match = FORM.search(path.name)
-    return "" if match is None else {"ndjson": "jsonl"}.get(match["form"], match["form"])
+    form = "" if match is None else match["form"].lower()
+    return "jsonl" if form == "ndjson" else form
 
 
 def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
@@ -199,7 +201,7 @@ def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
         return
     if not form:
         raise DomainError(f"{file} is no data file: its name must end in {DATA_ENDINGS}")
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
+    with (gzip.open if file.suffix.lower() == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
         if form in ("csv", "tsv"):
             reader = csv.DictReader(stream, restkey=TOO_MANY, delimiter="\t" if form == "tsv" else ",")
             yield from map(without_extra_cells, reader)

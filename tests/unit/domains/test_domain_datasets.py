@@ -106,7 +106,7 @@ def test_bad_row_of_coding_problems_is_named(tmp_path):
     ("name", "content", "message"),
     [
         ("x.json", b"{broken", "JSONDecodeError"),
-        ("x.jsonl", b'{"task": "\xff", "answer": "1"}', "UnicodeDecodeError"),
+        ("x.jsonl", b'{"task": "\xff", "answer": "1"}', "UnicodeDecodeError.*save it as UTF-8"),
         ("x.parquet", b"no parquet", "ArrowInvalid"),
         ("x.csv", b'task,answer\n"' + b"x" * 200_000 + b'",1\n', "field larger than field limit"),
         ("x.csv", b"q,a\n1,2,3\n", "columns.task"),
@@ -191,6 +191,7 @@ SEEN = ["1+1?", "Half of one?"]
     ("name", "text"),
     [
         ("x.ndjson", LINES),
+        ("X.JSONL", LINES),
         ("x.json", LINES),
         ("x.json", "\ufeff\n" + LINES),
         ("x.tsv", TABLE.replace(",", "\t")),

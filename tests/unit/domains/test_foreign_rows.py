@@ -84,6 +84,7 @@ def test_tests_of_verls_coding_rows(tmp_path: Path) -> None:
         (None, "the question is missing: column `prompt` is NoneType None"),
         (math.nan, "the question is missing"),
         (" ", "the question is missing"),
+        ("a \ud83d b", "a text with half a character: column `prompt` holds '\\ud83d'"),
         ("<image>How tall is it?", "has images, videos or sounds"),
         ([user("Area? ![](https://cdn.example.org/a.png)")], "has images, videos or sounds"),
         ([{"role": "user", "content": "?", "tool_calls": []}], "only role, text and name are read"),
