@@ -5,6 +5,7 @@ end with the token that ends the message. A later turn continues the same sequen
 text as it was, as `rendering.extend` decides it for rollouts. Otherwise it starts another sequence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,12 @@ class AnsweredText:
     token_ids: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
     """(start, end exclusive) of every answer, with the token that ends it."""
+    messages: list[int] = field(default_factory=list)
+    """Index in the conversation of every answer."""
+
+
+class LeftOutByTemplateError(DomainError):
+    """The chat template does not render something that a conversation holds."""
 
 
 def answered_texts(
@@ -36,6 +43,7 @@ def answered_texts(
         messages, tools: in OpenAI format.
         kwargs: further variables of the chat template.
     Raises:
+        LeftOutByTemplateError: the template leaves out tools, or thoughts or tool calls of an answer.
         DomainError: it has images, or the template renders an answer in another way than it asks for it.
     """
     if images_of(messages):
@@ -51,6 +59,7 @@ def answered_texts(
                 f"the chat template renders message {index} in another way than it asks for it ({asked[-40:]!r}): its "
                 "tokens would not be those that a server samples"
             )
+        _check_rendered(message, answered[len(asked) :], tools or [], asked)
         if not (found and asked.startswith(found[-1].text)):
             found.append(AnsweredText())
         current = found[-1]
@@ -59,8 +68,21 @@ def answered_texts(
         start = len(current.token_ids)
         current.token_ids += answer
         current.answers.append((start, len(current.token_ids)))
+        current.messages.append(index)
         current.text = answered[: len(asked) + length]
     return found
+
+
+def _check_rendered(message: dict[str, Any], answer: str, tools: list[dict], asked: str) -> None:
+    """Refuse what would be lost in silence: an answer without its tool calls teaches the model to say nothing."""
+    thought = str(message.get("reasoning_content") or "").strip()
+    if thought and thought not in answer:
+        raise LeftOutByTemplateError("the chat template leaves out the thoughts of an answer")
+    if not all(call["function"]["name"] in answer for call in message.get("tool_calls") or []):
+        raise LeftOutByTemplateError("the chat template leaves out the tool calls of an answer")
+    names = [tool.get("function", tool).get("name", "") for tool in tools]
+    if not all(name in asked for name in names):
+        raise LeftOutByTemplateError("the chat template leaves out the tools")
 
 
 def _answer(renderer: ChatRenderer, rendered: str) -> tuple[list[int], int]:
@@ -73,18 +95,22 @@ def _answer(renderer: ChatRenderer, rendered: str) -> tuple[list[int], int]:
     return token_ids[: ends[-1] + 1], rendered.rindex(end_text) + len(end_text)
 
 
-def batch_spans(text: AnsweredText, prompt_weight: float, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def batch_spans(
+    text: AnsweredText, prompt_weight: float, limit: int, weights: Mapping[int, float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The trained tokens of a text that is cut after ``limit`` tokens.
 
     Args:
         prompt_weight: weight of the tokens that the assistant does not say. 0 = they are not trained.
+        weights: index of a message → weight of its answer. None: 1 for all.
     Returns:
-        (int32 [R, 2] spans, float32 [K] weight of each token in them).
+        (int32 [R, 2] spans, float32 [K] weight of each token in them), both empty without an answer within the limit.
     """
     weights_T = np.full(min(len(text.token_ids), limit), prompt_weight, dtype=np.float32)
-    for start, end in text.answers:
-        weights_T[start:end] = 1.0
+    for (start, end), message in zip(text.answers, text.messages, strict=True):
+        weights_T[start:end] = 1.0 if weights is None else weights[message]
     weights_T[:1] = 0.0  # nothing predicts it
-    trained_T = np.concatenate(([False], weights_T > 0, [False]))
+    is_answered = any((weights_T[start:end] > 0).any() for start, end in text.answers)
+    trained_T = np.concatenate(([False], (weights_T > 0) & is_answered, [False]))
     edges = np.flatnonzero(trained_T[1:] != trained_T[:-1])
-    return edges.reshape(-1, 2).astype(np.int32), weights_T[weights_T > 0]
+    return edges.reshape(-1, 2).astype(np.int32), weights_T[trained_T[1:-1]]

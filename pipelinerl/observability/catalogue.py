@@ -210,6 +210,8 @@ class PreprocessorMetric(Metric):
         "tokens",
         "of the batch's rollouts that are not trained since they are too old",
     )
+    SFT_ROWS = "sft_rows", "rows", "of sft.datasets that are imitated, or whose turn has not come"
+    SFT_ROWS_LEFT_OUT = "sft_rows_left_out", "rows", "of sft.datasets that are not, for the reasons in the log"
     SURVIVORSHIP_COUNT = "survivorship/{outcome}/count", "rollouts", "that had this outcome since the previous batch"
     SURVIVORSHIP_MEAN_TOKENS = "survivorship/{outcome}/mean_tokens", "tokens", "sampled in a rollout of this outcome"
     SURVIVORSHIP_MEAN_REWARD = "survivorship/{outcome}/mean_reward", "", "of the rollouts of this outcome"

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import needs_reference, scoring_models
-from pipelinerl.errors import DomainError
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability import spans
 from pipelinerl.observability.archive import open_archive
+from pipelinerl.observability.catalogue import PreprocessorMetric
 from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate, with_order
@@ -92,6 +92,7 @@ class Preprocessor:
         scoring = [model.path for model in scoring_models(cfg)]
         check_same_vocabulary(cfg.model_path, scoring, trust_remote_code=cfg.trust_remote_code)
         self.ctx, self.cfg = ctx, cfg
+        self.supervised = open_supervised(cfg)
         num_replicas = max(len(ctx.world.get("preprocessor")), 1)
         ranks_per_batch = cfg.finetune.seq_parallel
         self.collation = collation_from_config(cfg, ctx.world.trainer_world_size // ranks_per_batch)
@@ -114,7 +115,6 @@ class Preprocessor:
             lag_drop=cfg.preprocess.lag_drop,
             stride=num_replicas,
         )
-        self.supervised = open_supervised(cfg)
         self.intake = Intake(ctx, self.totals.source, self.totals.order)
         self.report = BatchReport(ctx)
         self.archive = RolloutArchive(
@@ -205,11 +205,6 @@ class Preprocessor:
         began = time.time_ns()
         if self.supervised is not None:
             batch = replace(batch, samples=(*batch.samples, *self.supervised.samples(batch.step)))
-        if not batch.samples:
-            raise DomainError(
-                f"none of the {self.cfg.batch_size} conversations of step {batch.step} has an answer within "
-                f"`finetune.seq_length`={self.cfg.finetune.seq_length} tokens: raise it, or leave such rows out"
-            )
         rollouts = [sample for sample in batch.samples if sample.token_weights is None]
         order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in rollouts])
         batches = with_order(collate(batch, self.collation), order)
@@ -223,7 +218,11 @@ class Preprocessor:
         if time.monotonic() >= self.next_commit:
             self._commit()
         quality = quality_of(batches, self.collation.seq_length)
-        self.report.published(batch, batch_metrics(batch, quality), self.totals)
+        values = batch_metrics(batch, quality)
+        if self.supervised is not None:
+            values[PreprocessorMetric.SFT_ROWS] = self.supervised.num_used
+            values[PreprocessorMetric.SFT_ROWS_LEFT_OUT] = self.supervised.num_left_out
+        self.report.published(batch, values, self.totals)
 
     def _commit(self) -> None:
         """Release the groups of published batches."""

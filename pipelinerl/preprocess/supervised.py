@@ -1,85 +1,33 @@
 """Conversations to imitate as samples: a pure function of the data sets, the seed and the optimizer step.
 
 Step b takes the items b·n … b·n + n − 1 of endless seeded permutations, so nothing has to be remembered for a resume. A
-conversation without an answer within `finetune.seq_length` gives no sample; it is logged. Rows stay in memory, and are
-rendered when their step comes.
+conversation that cannot be rendered, or has no answer within `finetune.seq_length`, gives no sample: it is counted, and
+the first of each kind is logged. A step of such rows alone takes the next one that gives a sample. Rows stay in memory,
+and are rendered when their step comes.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from pipelinerl.chat.conversations import answered_texts, batch_spans
+from pipelinerl.chat.conversations import LeftOutByTemplateError, answered_texts, batch_spans
 from pipelinerl.chat.rendering import ChatRenderer, template_options
 from pipelinerl.config.rules import SFT_DOMAIN
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import describe_error
-from pipelinerl.domains.datasets import rows_of
-from pipelinerl.errors import DomainError
+from pipelinerl.domains.rows import MAX_LEFT_OUT, RowReport, UnusableRow
+from pipelinerl.preprocess.conversation_rows import Conversation, load_conversations
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import TrainingSequence
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """What is imitated: messages and tools in OpenAI format."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-
-
-def read_conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    """Read a row: ``messages`` and perhaps ``tools``, or ``prompt`` and ``completion``.
-
-    A column may be JSON as text. Fields without a value, which parquet gives to all messages alike, are left out.
-
-    Raises:
-        DomainError: the row has other columns, or a message has no role.
-    """
-    plain = {name: _without_nulls(_decoded(row[name])) for name in COLUMNS if row.get(name) is not None}
-    if "messages" in plain:
-        messages = plain["messages"]
-    elif {"prompt", "completion"} <= plain.keys():
-        asked = plain["prompt"]
-        said = plain["completion"]
-        messages = [
-            *([{"role": "user", "content": asked}] if isinstance(asked, str) else asked),
-            *([{"role": "assistant", "content": said}] if isinstance(said, str) else said),
-        ]
-    else:
-        raise DomainError(
-            f"{where} has the columns {sorted(row)}: a conversation has `messages` (and `tools`), or `prompt` and "
-            "`completion`"
-        )
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
-        raise DomainError(f"{where}: its messages must be a list of objects with a role and a content")
-    return Conversation(messages=messages, tools=plain.get("tools") or None)
-
-
-COLUMNS = ("messages", "tools", "prompt", "completion")
-
-
-def _decoded(value: Any) -> Any:
-    """Lists that are written as JSON are read, other text stays."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+FIRST_ROWS = 100
+"""Rows of which `sft.max_left_out` is a share at least, so that a bad one among the first ends no run."""
 
 
 class SupervisedData:
@@ -99,6 +47,8 @@ class SupervisedData:
         seq_length: int,
         prompt_weight: float = 0.0,
         template: Mapping[str, Any] | None = None,
+        max_left_out: float = MAX_LEFT_OUT,
+        num_left_out: int = 0,
     ):
         """Nothing is rendered yet.
 
@@ -110,23 +60,42 @@ class SupervisedData:
             seq_length: tokens after which a text is cut.
             prompt_weight: weight of the tokens that the assistant does not say.
             template: options of the chat template (`template_options`).
-        Raises:
-            DomainError: there is none, or nothing that the assistant says in any of them.
+            max_left_out: largest share of the conversations that may give no sample.
+            num_left_out: rows that were left out before.
         """
-        if not conversations:
-            raise DomainError("`sft.datasets` have no row")
-        if not any(message["role"] == "assistant" for one in conversations for message in one.messages):
-            count = len(conversations)
-            raise DomainError(f"none of the {count} rows of `sft.datasets` has a message with the role assistant")
         self._conversations, self._renderer = conversations, renderer
         self._per_step, self._seed, self._seq_length = per_step, seed, seq_length
         self._prompt_weight, self._template = prompt_weight, dict(template or {})
         self._order = lru_cache(2)(self._permutation)
+        self._max_left_out, self._left_out_before = max_left_out, num_left_out
+        self._report = RowReport(dataset="sft.datasets")
+        self._is_usable: dict[int, bool] = {}
+
+    @property
+    def num_left_out(self) -> int:
+        """Rows that are not imitated, of those that were read."""
+        return self._left_out_before + self._report.left_out.total()
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are imitated, or whose turn has not come."""
+        return len(self._conversations) - self._report.left_out.total()
 
     def samples(self, step: int) -> tuple[Sample, ...]:
-        """The samples of optimizer step ``step``. Raises ``DomainError`` for a row that the template cannot render."""
-        first = step * self._per_step
-        return tuple(filter(None, (self._sample(place, step) for place in range(first, first + self._per_step))))
+        """The samples of optimizer step ``step``, at least one.
+
+        Raises:
+            DomainError: no row gives a sample, or more do not than `sft.max_left_out` allows.
+        """
+        first, found = step * self._per_step, list[Sample]()
+        for place in range(first, first + self._per_step + len(self._conversations)):
+            if found and place >= first + self._per_step:
+                break
+            if (sample := self._sample(place, step)) is not None:
+                found.append(sample)
+        if not found:
+            raise self._report.refusal("No row is left to imitate")
+        return tuple(found)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._seed is None:
@@ -137,13 +106,16 @@ class SupervisedData:
         epoch, position = divmod(place, len(self._conversations))
         index = int(self._order(epoch)[position])
         name = f"sft-{epoch}-{index}"
-        try:
-            found = list(self._sequences(self._conversations[index], step))
-        except Exception as error:  # the model's template with the user's data
-            raise DomainError(f"row {index} of `sft.datasets` cannot be rendered: {describe_error(error)}") from error
-        if not found:
-            log.warning("event=conversation_skipped row=%d reason=no answer within %d tokens", index, self._seq_length)
+        if not self._is_usable.get(index, True):
             return None
+        try:
+            found = self._rendered(self._conversations[index], step)
+        except UnusableRow as error:
+            self._leave_out(index, error)
+            return None
+        if index not in self._is_usable:
+            self._is_usable[index] = True
+            self._report.kept += 1
         return Sample(
             sample_id=f"{name}/0",
             group_id=name,
@@ -159,10 +131,35 @@ class SupervisedData:
             newest_version=step,
         )
 
+    def _leave_out(self, index: int, error: UnusableRow) -> None:
+        dataset, row = self._conversations[index].source
+        is_first = error.reason not in self._report.left_out
+        self._is_usable[index] = False
+        self._report.leave_out(row, UnusableRow(error.reason, f"{error.detail} (dataset {dataset!r})".lstrip()))
+        if is_first:
+            log.warning("event=rows_left_out %s", self._report.lines()[-1])
+        seen = max(len(self._is_usable), min(FIRST_ROWS, len(self._conversations)))
+        if self._report.left_out.total() > self._max_left_out * seen:
+            raise self._report.refusal(f"Mend them, or allow it with `sft.max_left_out` (now {self._max_left_out})")
+
+    def _rendered(self, conversation: Conversation, step: int) -> list[tuple[TrainingSequence, np.ndarray]]:
+        """Sequences and the weights of their trained tokens. Raises ``UnusableRow`` if there are none."""
+        try:
+            found = list(self._sequences(conversation, step))
+        except LeftOutByTemplateError as error:
+            raise UnusableRow(str(error)) from error
+        except Exception as error:  # the model's template with the user's data
+            raise UnusableRow("it cannot be rendered", describe_error(error)) from error
+        if not found:
+            raise UnusableRow(f"it has no answer within `finetune.seq_length`={self._seq_length} tokens")
+        return found
+
     def _sequences(self, conversation: Conversation, step: int) -> Iterator[tuple[TrainingSequence, np.ndarray]]:
+        weights = conversation.answer_weights
+        prompt_weight = self._prompt_weight * conversation.weight * conversation.trains_prompt
         for text in answered_texts(self._renderer, conversation.messages, conversation.tools, self._template):
-            spans_R2, weights_K = batch_spans(text, self._prompt_weight, self._seq_length)
-            if not (weights_K == 1).any():
+            spans_R2, weights_K = batch_spans(text, prompt_weight, self._seq_length, weights)
+            if not len(weights_K):
                 continue
             spans_R3 = np.column_stack((spans_R2, np.full(len(spans_R2), step, dtype=np.int32)))
             sequence = TrainingSequence(
@@ -183,11 +180,7 @@ def open_supervised(cfg: Config) -> SupervisedData | None:
     per_step = cfg.batch_size if cfg.stage == "sft" else cfg.sft.per_step
     if not per_step:
         return None
-    conversations = [
-        read_conversation(row, f"dataset {name!r}, row {index}")
-        for name in cfg.sft.datasets
-        for index, row in enumerate(rows_of(name, False))
-    ]
+    conversations, num_left_out = load_conversations(cfg.sft.datasets, cfg.sft.max_left_out)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
     return SupervisedData(
         conversations,
@@ -197,4 +190,6 @@ def open_supervised(cfg: Config) -> SupervisedData | None:
         seq_length=cfg.finetune.seq_length,
         prompt_weight=cfg.sft.prompt_weight,
         template=template_options(cfg.llm.chat_template, cfg.llm.chat_template_kwargs, tokenizer),
+        max_left_out=cfg.sft.max_left_out,
+        num_left_out=num_left_out,
     )

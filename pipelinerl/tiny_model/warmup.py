@@ -18,7 +18,8 @@ from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
-from pipelinerl.preprocess.supervised import Conversation, SupervisedData
+from pipelinerl.preprocess.conversation_rows import Conversation
+from pipelinerl.preprocess.supervised import SupervisedData
 from pipelinerl.tiny_model.recipes import Recipe
 
 LEARNING_RATE = 4e-3

@@ -74,17 +74,24 @@ def test_run_that_imitates_and_restarts_publishes_what_one_without_a_stop_does(
     assert not any("advantage_std" in point or "reward" in point for point in points), "they are of rollouts"
 
 
-def test_step_without_an_answer_is_refused_before_it_is_published(run_dir: Path) -> None:
+def test_rows_without_an_answer_are_left_out_and_counted(run_dir: Path) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = [{"messages": messages[:1]}, {"messages": messages[:1]}, {"messages": messages}]
+    long = [{"role": "user", "content": "q" * 9999}, messages[1]]
+    rows = [{"messages": messages[:1]}, {"messages": long}, {"messages": messages}]
     (run_dir / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ("stage=sft", f"sft.datasets=[{run_dir / 'rows.jsonl'}]", "finetune.gradient_accumulation_passes=1")
+    ones = (*keys, "finetune.train_batch_size=1", f"finetune.max_train_steps={STEPS}")
     with (
-        preprocessor(make_context(run_dir, make_world(), *keys, "finetune.train_batch_size=1")) as role,
-        pytest.raises(DomainError, match=says("conversations of step", "`finetune.seq_length`")),
+        pytest.raises(DomainError, match=says("1 of 3 rows", "row 0", "sft.max_left_out")),
+        preprocessor(make_context(run_dir, make_world(), *ones)),
     ):
-        turn_until(role, lambda: role.totals.step == 3)
-    assert not any(batch.num_samples == 0 for batch in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch))
+        pass
+    with preprocessor(make_context(run_dir, make_world(), *ones, "sft.max_left_out=0.5")) as role:
+        turn_until(role, lambda: role.totals.step == STEPS)
+    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
+    assert [batch.num_samples for batch in batches] == [1] * STEPS
+    point = list(read_metrics(run_dir, "preprocessor"))[-1]
+    assert (point["sft_rows"], point["sft_rows_left_out"]) == (1, 2)
 
 
 def test_conversations_beside_rollouts_change_nothing_that_is_said_about_rollouts(run_dir: Path) -> None:

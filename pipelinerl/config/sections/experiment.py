@@ -46,7 +46,8 @@ class SFTSection(Section):
     datasets: list[str] = key(
         [],
         "JSONL, JSON, CSV or parquet files, or names on the Hugging Face hub: `<name>[:<config>][@<split>]`. "
-        "Columns: `messages` and perhaps `tools`, in OpenAI's form, or `prompt` and `completion`",
+        "Columns: `messages` and perhaps `tools`, in OpenAI's form, or `prompt` and `completion`. "
+        "[guides/sft.md](guides/sft.md) has the others, and the weights that rows and messages may give",
     )
     per_step: NonNegativeInt = key(
         0, "`stage: rl`: conversations beside the rollouts of each optimizer step. With `stage: sft` it is the batch"
@@ -54,6 +55,13 @@ class SFTSection(Section):
     weight: PositiveFloat = key(1.0, "weight of the mean of −log π over their tokens beside the loss of the rollouts")
     prompt_weight: float = key(
         0.0, "weight of a token that the assistant does not say, to that of one it says", ge=0, le=1
+    )
+    max_left_out: float = key(
+        0.1,
+        "largest share of the rows that may be left out because they do not say what to imitate, or cannot be rendered",
+        ge=0,
+        le=1,
+        may_change=True,
     )
 
 

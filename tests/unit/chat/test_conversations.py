@@ -65,7 +65,7 @@ def test_conversation_without_an_answer_has_no_text() -> None:
     assert answered_texts(ChatRenderer(byte_tokenizer()), [ASKED, AGAIN], None, {}) == []
 
 
-TEXT = AnsweredText(token_ids=list(range(10)), answers=[(3, 5), (7, 9)])
+TEXT = AnsweredText(token_ids=list(range(10)), answers=[(3, 5), (7, 9)], messages=[1, 3])
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ import torch
 
 from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.config.load import compose, parse
-from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.conversation_rows import Conversation
 from pipelinerl.preprocess.samples import Shaping, prepare_group
-from pipelinerl.preprocess.supervised import Conversation, SupervisedData, open_supervised, read_conversation
+from pipelinerl.preprocess.supervised import SupervisedData, open_supervised
 from pipelinerl.testing import byte_tokenizer
 from tests.models import make_qwen2
 from tests.preprocess_kit import make_group
@@ -59,42 +59,57 @@ def test_step_has_the_same_samples_whatever_was_asked_before() -> None:
         assert one.sequences[0][1].spans[:, 2].tolist() == [3]
 
 
-def test_conversation_whose_answer_lies_beyond_the_limit_gives_no_sample() -> None:
+def test_conversations_whose_answers_lie_beyond_the_limit_are_refused() -> None:
     prompt = len(ChatRenderer(TOKENIZER).render([MESSAGES[0]], None, {}).token_ids)
-    assert make_data(3, 3, seq_length=prompt).samples(0) == ()
+    with pytest.raises(DomainError, match=says("3 of 3 rows", f"`finetune.seq_length`={prompt}")):
+        make_data(3, 3, seq_length=prompt, max_left_out=1.0).samples(0)
     assert len(make_data(3, 3, seq_length=prompt + 1).samples(0)) == 3
 
 
-CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
+def test_step_of_rows_that_cannot_be_used_takes_the_next_one() -> None:
+    long = conversation("ho")
+    rows = [Conversation(messages=[{"role": "user", "content": "x" * 99}, MESSAGES[1]])] * 2 + [long] * 18
+    made = SupervisedData(rows, ChatRenderer(TOKENIZER), per_step=1, seed=None, seq_length=64)
+    names = [[sample.group_id for sample in made.samples(step)] for step in (0, 1, 2, 20)]
+    assert names == [["sft-0-2"], ["sft-0-2"], ["sft-0-2"], ["sft-1-2"]]
+    assert (made.num_used, made.num_left_out) == (18, 2), "a second epoch counts no row again"
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": MESSAGES}, Conversation(messages=MESSAGES)),
-        ({"prompt": "hi", "completion": "ho", "id": 3}, Conversation(messages=MESSAGES)),
-        ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, Conversation(messages=MESSAGES)),
-        (
-            {"messages": json.dumps([MESSAGES[0], CALL]), "tools": json.dumps(TOOLS)},
-            Conversation(messages=[MESSAGES[0], CALL], tools=TOOLS),
-        ),
-        (
-            {"messages": [MESSAGES[0] | {"tool_calls": None}, CALL | {"content": None}]},
-            Conversation(messages=[MESSAGES[0], CALL]),
-        ),
-    ],
-)
-def test_row_is_read(row: dict[str, Any], expected: Conversation) -> None:
-    assert read_conversation(row, "row") == expected
+def test_more_rows_than_allowed_that_cannot_be_used_end_the_run() -> None:
+    rows = [Conversation(messages=[{"role": "user", "content": "x" * 99}, MESSAGES[1]])] * 3 + [conversation("ho")] * 17
+    made = SupervisedData(rows, ChatRenderer(TOKENIZER), per_step=2, seed=None, seq_length=64)
+    with pytest.raises(DomainError, match=says("3 of 3 rows", "sft.max_left_out")):
+        made.samples(0)
 
 
-@pytest.mark.parametrize(
-    "row", [{"text": "hi"}, {"prompt": "hi"}, {"messages": "hi"}, {"messages": [{"content": "x"}]}]
-)
-def test_row_that_is_no_conversation_is_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(DomainError, match="row 7"):
-        read_conversation(row, "row 7")
+def test_weights_of_answers_stay_with_their_tokens_behind_a_cut() -> None:
+    """Answers of weights 0, 0.5 and 1; the third is cut after two tokens, and the row weighs 2."""
+    said = [("a", "one"), ("b", "two"), ("c", "three")]
+    messages = [
+        {"role": role, "content": text} for pair in said for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    renderer = ChatRenderer(TOKENIZER)
+    prompts = [len(renderer.render(messages[:n], None, {}).token_ids) for n in (1, 3, 5)]
+    row = Conversation(messages=messages, weight=2.0, weights={1: 0.0, 3: 0.5})
+    made = SupervisedData([row], renderer, per_step=1, seed=None, seq_length=prompts[2] + 2)
+    (sample,) = made.samples(0)
+    ((_, sequence),) = sample.sequences
+    end = len(renderer.encode("two<|im_end|>"))
+    assert sequence.spans[:, :2].tolist() == [[prompts[1], prompts[1] + end], [prompts[2], prompts[2] + 2]]
+    assert sample.token_weights is not None
+    assert sample.token_weights[0].tolist() == [1.0] * end + [2.0] * 2
+    assert TOKENIZER.decode(sequence.token_ids[prompts[2] :].tolist()) == "th"
+
+
+@pytest.mark.parametrize(("weights", "trained"), [({}, True), ({0: 0.0}, False)])
+def test_prompt_weight_holds_where_no_message_of_the_prompt_has_the_weight_0(
+    weights: dict[int, float], trained: bool
+) -> None:
+    row = Conversation(messages=MESSAGES, weights=weights)
+    made = SupervisedData([row], ChatRenderer(TOKENIZER), per_step=1, seed=None, seq_length=64, prompt_weight=0.5)
+    (sample,) = made.samples(0)
+    assert sample.token_weights is not None
+    assert (0.5 in sample.token_weights[0]) == trained
 
 
 @pytest.mark.parametrize(
@@ -113,35 +128,11 @@ def test_row_that_the_template_cannot_render_is_named(odd: dict[str, Any], told:
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    rows = [conversation("ho"), Conversation(messages=[*MESSAGES, odd, MESSAGES[1]])]
+    rows = [conversation("ho"), Conversation(messages=[*MESSAGES, odd, MESSAGES[1]], source=("d", 1))]
     data = SupervisedData(rows, ChatRenderer(tokenizer), per_step=1, seed=None, seq_length=64)
     assert len(data.samples(0)) == 1
-    with pytest.raises(DomainError, match=says("row 1", "`sft.datasets`", told)):
+    with pytest.raises(DomainError, match=says("row 1", "sft.datasets", told)):
         data.samples(1)
-
-
-def test_conversations_without_an_answer_are_refused() -> None:
-    asked = [Conversation(messages=MESSAGES[:1]), Conversation(messages=[{"role": "Assistant", "content": "ho"}])]
-    with pytest.raises(DomainError, match=says("2 rows", "assistant")):
-        SupervisedData(asked, ChatRenderer(TOKENIZER), per_step=1, seed=0, seq_length=64)
-
-
-def test_parquet_and_jsonl_give_the_same_conversations(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow as pa
-
-    rows = [{"messages": [*MESSAGES, MESSAGES[0], CALL], "tools": json.dumps(TOOLS)}, {"messages": MESSAGES}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = {
-        suffix: [read_conversation(row, "row") for row in rows_of(str(tmp_path / f"rows.{suffix}"), False)]
-        for suffix in ("jsonl", "parquet")
-    }
-    assert (
-        read["jsonl"]
-        == read["parquet"]
-        == [Conversation(messages=rows[0]["messages"], tools=TOOLS), conversation("ho")]
-    )
 
 
 def test_conversations_are_rendered_with_the_template_that_the_rollouts_have(tmp_path: Path) -> None:

@@ -1,0 +1,323 @@
+"""Rows of a data set as conversations to imitate, with the weights that the data gives to them.
+
+A row that does not say what to imitate raises `UnusableRow`: it is left out, counted and named. Nothing here renders.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelinerl.config.origin import data_file
+from pipelinerl.domains.datasets import rows_of
+from pipelinerl.domains.rows import RowReport, UnusableRow, is_unusable, usable_problems
+
+log = logging.getLogger(__name__)
+
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-3, 1e3
+"""So that products, sums and shares of weights stay finite in float32."""
+MESSAGE_WEIGHTS = ("weight", "trainable", "train", "training", "loss_mask", "loss")
+"""Keys of a message that say whether, or how much, it is trained."""
+ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable", "train", "loss_mask")
+"""Columns that say it of a whole conversation."""
+LIKE_A_WEIGHT = re.compile(r"(^|_)(train|trainable|training|learn|loss|mask|masked|masks|weights?|ignored?)(_|$)")
+"""Names of keys and columns that may be meant as such, but are not known."""
+COLUMNS = ("messages", "conversations", "tools", "functions", "prompt", "completion")
+WORDS = {"true": 1.0, "false": 0.0}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an answer's thoughts. Templates read one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What is imitated: messages and tools in OpenAI format."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
+    """Weight of its tokens beside those of other conversations."""
+    weights: Mapping[int, float] = field(default_factory=dict)
+    """Index of a message → weight of its tokens. An answer that is not named has 1."""
+    source: tuple[str, int] = field(default=("", 0), compare=False)
+    """Data set and row."""
+
+    @property
+    def answer_weights(self) -> dict[int, float]:
+        """Index → weight, of every message that the assistant says."""
+        return {index: self.weight * self.weights.get(index, 1.0) for index in self._answers}
+
+    @property
+    def trains_prompt(self) -> bool:
+        """Whether `sft.prompt_weight` holds for it: no message that the assistant does not say has the weight 0."""
+        return self.weights.keys() <= self._answers
+
+    @property
+    def _answers(self) -> set[int]:
+        return {index for index, message in enumerate(self.messages) if message["role"] == "assistant"}
+
+
+def load_conversations(names: Iterable[str], max_left_out: float) -> tuple[list[Conversation], int]:
+    """Read data sets. Logs the rows that are left out, once for each reason.
+
+    Args:
+        names: of the data sets.
+        max_left_out: largest share of a data set's rows that may be left out, from 0 to 1.
+    Returns:
+        The conversations to imitate, and the number of rows that were left out.
+    Raises:
+        DomainError: a data set has no row to imitate, or too many were left out.
+    """
+    found: list[Conversation] = []
+    num_left_out = 0
+    for name in names:
+        report, own = _read_dataset(name, max_left_out)
+        found += own
+        num_left_out += report.left_out.total()
+    return found, num_left_out
+
+
+def _read_dataset(name: str, max_left_out: float) -> tuple[RowReport, list[Conversation]]:
+    report, local = RowReport(dataset=name), data_file(name)
+    has_absent_nulls = local is None or local[0].endswith(".parquet")
+
+    def read(row: Mapping[str, Any], index: int) -> Conversation:
+        return read_conversation(row, (name, index), has_absent_nulls=has_absent_nulls)
+
+    read_rows = list(usable_problems(_with_columns_told(rows_of(name, False), name), read, report))
+    if not read_rows or report.share_left_out > max_left_out:
+        raise report.refusal(f"Mend them, or allow it with `sft.max_left_out` (now {max_left_out})")
+    wanted = [one for one in read_rows if any(one.answer_weights.values())]
+    if unwanted := len(read_rows) - len(wanted):  # as the data wants it, so it counts for no limit
+        report.left_out["every answer has the weight 0"] = unwanted
+        first = next(one for one in read_rows if not any(one.answer_weights.values()))
+        report.examples["every answer has the weight 0"] = f"row {first.source[1]}"
+        report.kept = len(wanted)
+    for line in report.lines():
+        log.warning("event=rows_left_out dataset=%s %s", name, line)
+    if not wanted:
+        raise report.refusal("Name conversations with an answer to train")
+    return report, wanted
+
+
+def _with_columns_told(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """The rows. A column that is not read, but sounds like a weight, is told once."""
+    told: set[str] = set()
+    for row in rows:
+        for column in row.keys() - told:
+            told.add(column)
+            if column not in ROW_WEIGHTS and LIKE_A_WEIGHT.search(column):
+                log.warning(
+                    "event=column_not_read dataset=%s column=%s: weights of rows are in %s, those of messages beside "
+                    "their content",
+                    name,
+                    column,
+                    ", ".join(ROW_WEIGHTS),
+                )
+        yield row
+
+
+def read_conversation(
+    row: Mapping[str, Any], source: tuple[str, int] = ("", 0), *, has_absent_nulls: bool = False
+) -> Conversation:
+    """Read a row: ``messages`` or ``conversations``, perhaps with ``tools``, or ``prompt`` and ``completion``.
+
+    Args:
+        source: data set and row.
+        has_absent_nulls: whether null stands for an absent key everywhere, as in parquet, whose objects all have the
+            same keys. Otherwise the nulls in arguments and schemas of tools are values.
+    Raises:
+        UnusableRow: the row says not, or not clearly, what to imitate.
+    """
+    given = {name: row[name] for name in COLUMNS if not is_unusable(row.get(name))}
+    weight = _weight_of(row, ROW_WEIGHTS, "the row")
+    messages, weights = _read_messages(_raw_messages(row, given), has_absent_nulls, is_trained=weight != 0)
+    return Conversation(
+        messages=messages,
+        tools=_read_tools(given, has_absent_nulls),
+        weight=1.0 if weight is None else weight,
+        weights=weights,
+        source=source,
+    )
+
+
+def _raw_messages(row: Mapping[str, Any], given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "messages" in given or "conversations" in given:
+        messages = _decoded(given.get("messages", given.get("conversations")))
+    elif {"prompt", "completion"} <= given.keys():
+        messages = [*_said(given["prompt"], "user"), *_said(given["completion"], "assistant")]
+    else:
+        raise UnusableRow(
+            "it has neither `messages`, nor `conversations`, nor `prompt` and `completion`",
+            f"columns {', '.join(sorted(row))}",
+        )
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise UnusableRow("its messages are no list of objects", _short(messages))
+    return [_from_sharegpt(one) if "from" in one and "role" not in one else one for one in messages]
+
+
+def _said(value: Any, role: str) -> list[Any]:
+    """The messages of a column that holds a text or messages. A text that looks like another list stays a text."""
+    messages = _decoded(value) if isinstance(value, str) else value
+    if isinstance(value, str) and not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    ):
+        return [{"role": role, "content": value}]
+    return messages if isinstance(messages, list) else [messages]
+
+
+def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    role = SHAREGPT_ROLES.get(str(message["from"]))
+    if role is None:
+        raise UnusableRow("a message is from somebody unknown", f"{message['from']!r}, not {sorted(SHAREGPT_ROLES)}")
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": role, "content": message.get("value"), **others}
+
+
+def _read_messages(
+    raw: Iterable[dict[str, Any]], has_absent_nulls: bool, *, is_trained: bool
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The messages in OpenAI's present form without what only the trainer reads, and the weights that they name."""
+    messages: list[dict[str, Any]] = []
+    weights: dict[int, float] = {}
+    for index, one in enumerate(raw):
+        where = f"message {index}"
+        weight = _weight_of(one, MESSAGE_WEIGHTS, where)
+        message = {name: value for name, value in _given(one).items() if name not in MESSAGE_WEIGHTS}
+        if unknown := [name for name in message if LIKE_A_WEIGHT.search(name)]:
+            raise UnusableRow(
+                "a message has a key that sounds like a weight and is not known", f"{where}: {', '.join(unknown)}"
+            )
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise UnusableRow("a message has no role", where)
+        if role == "function":
+            message["role"] = "tool"
+            if messages and messages[-1].get("tool_calls"):
+                message.setdefault("tool_call_id", messages[-1]["tool_calls"][0].get("id", ""))
+        if weight and role != "assistant":
+            raise UnusableRow("a message is to be trained that the assistant does not say", f"{where}, role {role}")
+        if weight is not None:
+            weights[index] = weight
+        if calls := _read_calls(message, index, has_absent_nulls):
+            message["tool_calls"] = calls
+        if thought := next((message[name] for name in THOUGHTS if not is_unusable(message.get(name))), None):
+            message |= dict.fromkeys(THOUGHTS, thought)  # a template reads it by one of these names
+        if isinstance(message.get("content"), list):
+            message["content"] = [_given(part) if isinstance(part, dict) else part for part in message["content"]]
+        _check_content(message, where, is_trained=is_trained and role == "assistant" and weight != 0)
+        messages.append(message)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UnusableRow("no message has the role assistant", f"roles {[message['role'] for message in messages]}")
+    return messages, weights
+
+
+def _read_calls(message: dict[str, Any], index: int, has_absent_nulls: bool) -> list[dict[str, Any]]:
+    """The tool calls of a message, whose keys `tool_calls` and `function_call` are taken out of it."""
+    calls, old = _decoded(message.pop("tool_calls", None)) or [], _decoded(message.pop("function_call", None))
+    if old and calls:
+        raise UnusableRow("an answer has both `tool_calls` and `function_call`", f"message {index}")
+    calls = [{"id": f"call{index:05d}", "type": "function", "function": old}] if old else calls
+    if not isinstance(calls, list):
+        raise UnusableRow("`tool_calls` is no list", f"message {index}: {_short(calls)}")
+    return [_read_call(call, index, has_absent_nulls) for call in calls]
+
+
+def _read_call(call: Any, index: int, has_absent_nulls: bool) -> dict[str, Any]:
+    rest = _given(call) if isinstance(call, dict) else {}
+    function = rest.pop("function", None) or {name: rest.pop(name) for name in ("name", "arguments") if name in rest}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise UnusableRow("a tool call has no name", f"message {index}: {_short(call)}")
+    arguments = function.get("arguments")
+    arguments = {} if is_unusable(arguments) else arguments
+    if has_absent_nulls:
+        arguments = _without_nulls(arguments)
+    return {"type": "function", **rest, "function": {**_given(function), "arguments": arguments}}
+
+
+def _check_content(message: Mapping[str, Any], where: str, *, is_trained: bool) -> None:
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise UnusableRow("the content of a message is neither text nor a list of parts", f"{where}: {_short(content)}")
+    if is_trained and not message.get("tool_calls") and _is_blank(content):
+        raise UnusableRow("an answer to train is empty or missing", where)  # else the model learns to say nothing
+    if content is None and message["role"] not in ("assistant", "tool"):
+        raise UnusableRow("a message has no content", f"{where}, role {message['role']}")
+
+
+def _is_blank(content: Any) -> bool:
+    if not isinstance(content, list):
+        return is_unusable(content)
+    parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+    return all(part.get("type", "text") == "text" and is_unusable(part.get("text")) for part in parts)
+
+
+def _read_tools(given: Mapping[str, Any], has_absent_nulls: bool) -> list[dict[str, Any]] | None:
+    """The tools in OpenAI's present form. `functions` has them without their type."""
+    tools = _decoded(given.get("tools", given.get("functions")))
+    if not tools:
+        return None
+    tools = [_decoded(one) for one in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise UnusableRow("its tools are no list of objects", _short(tools))
+    found = [one if "function" in one or "name" not in one else {"type": "function", "function": one} for one in tools]
+    return [_without_nulls(one) for one in found] if has_absent_nulls else found
+
+
+def _weight_of(holder: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:
+    """The product of the weights that a row or a message gives. None: it gives none."""
+    product = None
+    for name in names:
+        value = holder.get(name)
+        if is_unusable(value):
+            continue
+        try:
+            number = WORDS[text] if (text := str(value).strip().lower()) in WORDS else float(text)
+        except ValueError:
+            number = math.nan
+        if number != 0 and not SMALLEST_WEIGHT <= number <= LARGEST_WEIGHT:
+            raise UnusableRow(
+                f"a weight is neither 0, nor {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}, nor true or false",
+                f"{where}, {name} {_short(value)}",
+            )
+        product = number if product is None else product * number
+    return product
+
+
+def _decoded(value: Any) -> Any:
+    """Lists and objects that are written as JSON are read, other text stays."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value. Parquet gives the same fields to all messages."""
+    return {name: value for name, value in fields.items() if value is not None and value == value}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
