@@ -187,6 +187,10 @@ def sft_has_conversations(config: Config) -> str | None:
         return f"`{key}, but `sft.datasets` is empty: name the conversations"
     if sft.datasets and not wanted:
         return "`sft.datasets` has no effect: `sft.per_step` is 0 and `stage` is rl; raise the first, or set stage=sft"
+    if config.stage != "sft":
+        for name in ("test_datasets", "epochs"):
+            if value := getattr(sft, name):
+                return f"`sft.{name}` is {value} but `stage` is {config.stage}: it is for stage=sft; remove it"
     if config.stage == "sft" and sft.per_step:
         return (
             f"`sft.per_step` is {sft.per_step} but `stage` is sft: a step then has the batch "

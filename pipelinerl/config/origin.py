@@ -40,8 +40,9 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
     model = found.get("model_path")
     if isinstance(model, str):
         found["model_path"] = _absolute(model, base) if found.get("tiny_model") else _absolute_model(model, base)
-    if (found.get("sft") or {}).get("datasets"):
-        found["sft"] = {**found["sft"], "datasets": [_absolute_data(name, base) for name in found["sft"]["datasets"]]}
+    for key in ("datasets", "test_datasets"):
+        if names := (found.get("sft") or {}).get(key):
+            found["sft"] = {**found["sft"], key: [_absolute_data(name, base) for name in names]}
     if isinstance(found.get("reference_model_path"), str):
         found["reference_model_path"] = _absolute_model(found["reference_model_path"], base)
     if found.get("teachers"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 
 from pipelinerl.errors import RecordError
@@ -112,6 +113,18 @@ def train_step(
     set_by |= {TrainerMetric.GRAD_NORM: grad_norm, TrainerMetric.MICRO_BATCHES: float(len(records))}
     totals = diagnostics.reduce(engine.world_size > 1)
     return step_metrics(totals) | set_by | _speed(engine, totals, time.perf_counter() - started)
+
+
+def held_out_loss(engine: Engine, records: Sequence[MicroBatch], rules: BatchRules) -> float:
+    """Mean of −log π over the answers of ``records``, by their weights, in nats per token. Collective."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for record in records:
+        batch = prepare_batch(record, rules, engine.device)
+        weights_K = batch.inputs.advantages_K.double()
+        logprobs_K = engine.evaluate(batch).double()
+        total += torch.stack([(weights_K * logprobs_K).sum(), weights_K.sum()]).cpu()
+    sums = np.array(engine.gather_objects(total.tolist())).sum(axis=0)
+    return float(-sums[0] / sums[1])
 
 
 def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[MetricName, float]:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.servers import probe_tolerance, sends_adapter, takes_versions
-from pipelinerl.finetune.accumulate import train_step
+from pipelinerl.finetune.accumulate import held_out_loss, train_step
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
@@ -125,6 +125,12 @@ class Trainer:
             return False
         spans.has_data()
         waited = time.perf_counter() - started + self.updates.idle_s
+        held_out = [record for record in records if record.is_held_out]
+        records = [record for record in records if not record.is_held_out]
+        if held_out and step == 0 and self.cfg.is_evaluated(0):
+            loss = held_out_loss(self.engine, held_out, self.rules)
+            if self.outputs is not None:
+                self.outputs.report_start({TrainerMetric.SFT_TEST_LOSS: loss})
         settings = settings_at(self.cfg, step)
         proximal = self.proximal.of_step(step, records, self.feed, self.engine, self.rules)
         rate = learning_rate(self.cfg.finetune, step)
@@ -142,6 +148,8 @@ class Trainer:
         )
         push_wait_s = self.updates.after_step(step + 1, self._has_data)
         metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: push_wait_s}
+        if held_out and self.cfg.is_evaluated(step + 1):
+            metrics[TrainerMetric.SFT_TEST_LOSS] = held_out_loss(self.engine, held_out, self.rules)
         self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
         if self.outputs is not None:
             self.outputs.report(self.counters, metrics)

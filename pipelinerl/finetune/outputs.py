@@ -25,6 +25,7 @@ LOGGED = (
     *(
         TrainerMetric.LOSS,
         TrainerMetric.SFT_LOSS,
+        TrainerMetric.SFT_TEST_LOSS,
         TrainerMetric.REWARD,
         TrainerMetric.GRAD_NORM,
         TrainerMetric.LR,
@@ -103,6 +104,11 @@ class Outputs:
         log.info(
             "event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED if name in metrics)
         )
+
+    def report_start(self, metrics: dict[MetricName, float]) -> None:
+        """Publish what is known of the first weights, before a step is trained."""
+        self._metrics.log(metrics, step=0)
+        log.info("event=start %s", " ".join(f"{name}={value:.4g}" for name, value in metrics.items()))
 
     def sync(self) -> None:
         """Wait until the metrics of every reported step are on disk. Safe to call from any thread."""

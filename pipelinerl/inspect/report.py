@@ -16,7 +16,7 @@ from typing import Any
 from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metrics_file
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_figures, balance_line
-from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, TrainerMetric
+from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import (
@@ -104,14 +104,16 @@ def summarise(
     wall_s: float,
     seed: int,
     phases: Mapping[str, Any] | None = None,
+    imitation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Compute the figures of `summary.json`.
+    """Compute the figures of `summary.json`. A run that only imitates has no figures of rollouts.
 
     Args:
         actor_points: the actor's metrics.
         wall_s: seconds of all launches of the run that ended by themselves. The summary has the seconds of training
             where they are more, as after a launch that was killed.
         phases: see `phases_of`.
+        imitation: see `imitation_of`. None or empty: the run imitates nothing.
     """
     steps = last_per_step(records.trainer)
     evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
@@ -121,6 +123,16 @@ def summarise(
     trained = sum(step.metrics.get(TrainerMetric.TOKENS, 0.0) for step in steps)
     seen = records.rollouts
     rollouts = seen.rollouts if seen.is_complete else latest(actor_points, ActorMetric.SAMPLES_PUBLISHED)
+    of_all_runs = {
+        **({"imitation": dict(imitation)} if imitation else {}),
+        "tokens_trained_per_s": rate(trained, training_s),
+        "training_s": training_s,
+        "wall_s": max(wall_s, training_s or 0.0),
+        "phases": dict(phases or {}),
+        "seed": seed,
+    }
+    if imitation and imitates_alone(steps[-1]):
+        return {"optimizer_steps": steps[-1].step, **of_all_runs}
     return {
         **before_and_after(evaluations),
         "optimizer_steps": steps[-1].step if steps else 0,
@@ -142,12 +154,46 @@ def summarise(
         "tokens_generated_per_s": rate(
             seen.tokens if seen.is_complete else latest(actor_points, ActorMetric.TOKENS_GENERATED), training_s
         ),
-        "tokens_trained_per_s": rate(trained, training_s),
-        "training_s": training_s,
-        "wall_s": max(wall_s, training_s or 0.0),
-        "phases": dict(phases or {}),
-        "seed": seed,
+        **of_all_runs,
     }
+
+
+def imitates_alone(step: SamplesProcessed) -> bool:
+    """Whether a step trained conversations and no rollouts."""
+    return TrainerMetric.SFT_LOSS in step.metrics and not step.metrics.get(TrainerMetric.SEQUENCES)
+
+
+def imitation_of(
+    trainer_points: Points, preprocessor_points: Points, steps: Sequence[SamplesProcessed], cfg: Config
+) -> dict[str, Any]:
+    """What a run imitated: its first and last loss in nats per token, and the rows. Empty if it imitated nothing.
+
+    Args:
+        trainer_points: metrics. Point 0 has the held-out loss of the first weights.
+        preprocessor_points: metrics.
+        steps: see `last_per_step`.
+    """
+    losses = curve(steps, TrainerMetric.SFT_LOSS)
+    if not losses:
+        return {}
+    held_out = held_out_curve(trainer_points)
+    rows = latest(preprocessor_points, PreprocessorMetric.SFT_ROWS)
+    trained = losses[-1][0] * (cfg.batch_size if cfg.stage == "sft" else cfg.sft.per_step)
+    return {
+        "loss_first": losses[0][1],
+        "loss_last": losses[-1][1],
+        "held_out_first": held_out[0][1] if held_out else None,
+        "held_out_last": held_out[-1][1] if held_out else None,
+        "rows": rows,
+        "rows_left_out": latest(preprocessor_points, PreprocessorMetric.SFT_ROWS_LEFT_OUT),
+        "epochs": trained / rows if rows else None,
+    }
+
+
+def held_out_curve(trainer_points: Points) -> list[tuple[int, float]]:
+    """(optimizer step, loss) of the held-out conversations. Of a repeated step the newest point counts."""
+    name = TrainerMetric.SFT_TEST_LOSS
+    return sorted({point[STEP]: point[name] for point in trainer_points if point.get(name) is not None}.items())
 
 
 def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float | None]:
@@ -244,7 +290,10 @@ def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
 
 def _process_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[EvaluationDone]) -> float:
     updates = [m for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
-    ends = [m.timestamp for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
+    steps = [m for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
+    ends = [step.timestamp for step in steps]
+    if steps and imitates_alone(steps[0]):  # without servers
+        return max(ends) - min(ends) + steps[0].metrics.get(TrainerMetric.STEP_S, 0.0)
     if not updates or not ends:
         return 0.0
     first = min(updates, key=lambda update: update.timestamp)
@@ -291,10 +340,13 @@ def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float)
     previous, now = read_summary(run_dir), time.time()
     total_s = now - launched + float((previous or {}).get("wall_s") or 0.0)
     phases = phases_of(records, read_statuses(run_dir), launched=launched, started=started, now=now)
-    summary = summarise(records, actor_points, wall_s=total_s, seed=cfg.seed, phases=phases)
-    summary["balance"] = balance_figures(run_dir, cfg)
+    trainer_points, preprocessor_points = read_metrics(run_dir, "finetune"), read_metrics(run_dir, "preprocessor")
+    imitation = imitation_of(trainer_points, preprocessor_points, last_per_step(records.trainer), cfg)
+    summary = summarise(records, actor_points, wall_s=total_s, seed=cfg.seed, phases=phases, imitation=imitation)
+    if cfg.stage == "rl":
+        summary["balance"] = balance_figures(run_dir, cfg)
     replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
-    draw_learning_curve(run_dir / CURVE_FILE, records, actor_points)
+    draw_learning_curve(run_dir / CURVE_FILE, records, actor_points, held_out_curve(trainer_points))
     return summary
 
 
@@ -318,7 +370,15 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
-    """Return the summary as lines of text."""
+    """Return the summary as lines of text. That of a run that only imitates ends with what it learned."""
+    imitation = summary.get("imitation")
+    if imitation and "rollouts" not in summary:
+        return [
+            f"optimizer steps  {summary['optimizer_steps']}",
+            f"tokens           {number(summary['tokens_trained_per_s'], 0)}/s trained",
+            *last_lines(summary, run_dir),
+            *imitation_lines(imitation),
+        ]
     pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
     balance = summary.get("balance")  # a summary of before 0.2 has none
@@ -335,8 +395,26 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         *([f"balance          {balance_line(balance)}"] if balance else []),
+        *(imitation_lines(imitation) if imitation else []),
+        *last_lines(summary, run_dir),
+    ]
+
+
+def last_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    return [
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
         f"look at          {run_dir}: {REPORT_FILE}, {CURVE_FILE}, {SUMMARY_FILE}, <role>/log.txt",
+    ]
+
+
+def imitation_lines(imitation: Mapping[str, Any]) -> list[str]:
+    """Rows and loss. The loss is that of the first and of the last step."""
+    held_out = f"{number(imitation['held_out_first'], 3)} → {number(imitation['held_out_last'], 3)}"
+    return [
+        f"conversations    {number(imitation['rows'], 0)} rows imitated {number(imitation['epochs'], 1)} times, "
+        f"{number(imitation['rows_left_out'], 0)} left out",
+        f"loss             {number(imitation['loss_first'], 3)} → {number(imitation['loss_last'], 3)} nats per token"
+        + ("" if imitation["held_out_last"] is None else f", held-out {held_out}"),
     ]
 
 
@@ -353,10 +431,13 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
-def draw_learning_curve(path: Path, records: RunRecords, actor_points: Points = ()) -> None:
+def draw_learning_curve(
+    path: Path, records: RunRecords, actor_points: Points = (), held_out: Sequence[tuple[int, float]] = ()
+) -> None:
     """Draw reward and success over weight versions, and below them lag and waiting time of each optimizer step.
 
-    Training success is a mean over the actor's newest 1,024 rollouts. Evaluations are points.
+    Training success is a mean over the actor's newest 1,024 rollouts. Evaluations are points. A run that only imitates
+    has the loss in the place of reward and success, and the speed in that of the lag. ``held_out``: (version, loss).
     """
     import matplotlib
 
@@ -367,7 +448,12 @@ def draw_learning_curve(path: Path, records: RunRecords, actor_points: Points = 
     figure, (learned, lag, waits) = plt.subplots(
         3, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(4, 1, 1)
     )
-    rewards = curve(steps, TrainerMetric.REWARD)
+    imitates = bool(steps) and imitates_alone(steps[-1])
+    losses, rewards = curve(steps, TrainerMetric.SFT_LOSS), [] if imitates else curve(steps, TrainerMetric.REWARD)
+    if imitates:
+        learned.plot(*zip(*losses, strict=True), color="tab:blue", label="loss of the step's conversations")
+        if held_out:
+            learned.plot(*zip(*held_out, strict=True), "D-", color="tab:orange", label="loss of the held-out ones")
     if rewards:
         x, y = zip(*rewards, strict=True)
         width = max(1, len(y) // 20)
@@ -379,11 +465,12 @@ def draw_learning_curve(path: Path, records: RunRecords, actor_points: Points = 
     tests = sorted((e.version, e.success) for e in records.evaluations if e.success is not None)
     if tests:
         learned.plot(*zip(*tests, strict=True), "D", color="tab:orange", label="success on the test problems")
-    learned.set(ylabel="per rollout")
+    learned.set(ylabel="nats per token" if imitates else "per rollout")
     if learned.lines:
         learned.legend(loc="best", fontsize="small")
+    speed, delay = (TrainerMetric.TOKENS_PER_S, "tokens\nper s"), (TrainerMetric.LAG_MEAN, "lag in\nsteps")
     for axis, name, label in (
-        (lag, TrainerMetric.LAG_MEAN, "lag in\nsteps"),
+        (lag, *(speed if imitates else delay)),
         (waits, TrainerMetric.WAIT_S, "waiting\nin s"),
     ):
         known = curve(steps, name)

@@ -28,6 +28,7 @@ from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
+from pipelinerl.launcher.conversations import check_conversations
 from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.launcher.recorded import check_recording
 from pipelinerl.launcher.vllm_options import check_options
@@ -392,6 +393,10 @@ def proxies(start: Start) -> list[str]:
     return []
 
 
+def conversations(start: Start) -> list[str]:
+    return check_conversations(start.config)
+
+
 def domain(start: Start) -> list[str]:
     if start.config.debug.mode not in (None, *WITH_ROLLOUTS) or start.config.stage == "sft":
         return []
@@ -422,5 +427,6 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     renderer,
     objective,
     proxies,
+    conversations,
     domain,
 )

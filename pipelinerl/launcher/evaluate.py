@@ -179,6 +179,7 @@ def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
         "wandb.mode": "disabled",
     }
     settings = [f"{key}={quoted(value) if isinstance(value, str) else value}" for key, value in own.items()]
+    settings += ["stage=rl", "sft.datasets=[]", "sft.test_datasets=[]", "sft.epochs=null", "sft.per_step=0"]
     searched = [f"--config-dir={config_dir}"] if config_dir else []
     return [*searched, f"--config-name={config_name}", *settings, *args.overrides]
 

@@ -94,8 +94,16 @@ class Voice:
 class RunLine:
     """The live line of a run. Each call returns the current text and updates the speed of the optimizer steps."""
 
-    def __init__(self, run_dir: Path, max_train_steps: int, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        run_dir: Path,
+        max_train_steps: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        has_rollouts: bool = True,
+    ):
         self._run_dir, self._max_train_steps, self._clock = run_dir, max_train_steps, clock
+        self._has_rollouts = has_rollouts
         self._since = clock()
         self._steps: deque[tuple[float, int]] = deque()
 
@@ -105,7 +113,14 @@ class RunLine:
         step = max(steps, default=0)
         metrics = read_metrics_tail(self._run_dir, "actor") or {}
         return describe_run(
-            statuses, metrics, now, self._since, step=step, last=self._max_train_steps, speed=self._speed(now, step)
+            statuses,
+            metrics,
+            now,
+            self._since,
+            step=step,
+            last=self._max_train_steps,
+            speed=self._speed(now, step),
+            has_rollouts=self._has_rollouts,
         )
 
     def _speed(self, now: float, step: int) -> float | None:
@@ -132,6 +147,7 @@ def describe_run(
     step: int,
     last: int,
     speed: float | None,
+    has_rollouts: bool = True,
 ) -> str:
     """Describe the phase of the run in one line, with its duration, the progress and the failed rollouts.
 
@@ -143,13 +159,14 @@ def describe_run(
         step: newest optimizer step.
         last: number of optimizer steps of the run.
         speed: optimizer steps per second. None = not known yet.
+        has_rollouts: whether the run has rollouts and evaluations (not `stage: sft`).
     """
     evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
     starting = {name: status for name, status in statuses.items() if is_starting(status)}
     if evaluating:
         parts = [f"evaluating {evaluating}", *longest_answer(metrics)]
     elif step >= last:
-        parts = ["ending: the last evaluation and saves"]
+        parts = [f"ending: the last {'evaluation and saves' if has_rollouts else 'saves'}"]
     elif starting or not statuses:
         causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
         parts = [f"starting, {now - since:.0f} s", *causes]
@@ -157,6 +174,8 @@ def describe_run(
         parts = [f"first weights, {now - since:.0f} s", *causes]
     elif not step and any(is_trainer(name) and not status.waits for name, status in statuses.items()):
         parts = [f"first optimizer step, {now - since:.0f} s"]
+    elif not step and not has_rollouts:
+        parts = [f"first conversations, {now - since:.0f} s"]
     elif not step:
         parts = [f"first rollouts, {now - since:.0f} s", *first_answers(metrics, statuses)]
     else:

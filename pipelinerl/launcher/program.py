@@ -33,7 +33,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
-from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
+from pipelinerl.launcher import checks, conversations, preflight, recorded, run_dir, stream_epoch
 from pipelinerl.launcher.commands import CommandOf, role_command
 from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
@@ -87,7 +87,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
     missing = missing_keys(cfg) if cfg.dry_run else []
     for key in missing:  # a dry run shows the world of `base` alone, too
         OmegaConf.update(cfg, key, "not-given")
-    container, config = resolved(cfg)
+    container, config = resolved(cfg, overrides)
     path = Path(config.output_dir)
     if config.dry_run:
         return dry_run(make_plan(config, container, path, command_of), path, overrides, command_of, missing)
@@ -118,8 +118,8 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
     return tell_ending(ending, path, config)
 
 
-def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
-    """Return the checked configuration of this run, with the settings that its `debug.mode` fixes."""
+def resolved(cfg: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any], Config]:
+    """Return the checked configuration of this run, with the settings that `debug.mode` and `sft.epochs` fix."""
     missing = missing_keys(cfg)
     if missing:
         raise ConfigError(must_be_given(missing))
@@ -130,6 +130,8 @@ def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
     config = parse_container(container)
     rules.check_rules(config)
     container = with_settings(container, fixed_settings(config))
+    if config.sft.epochs is not None:
+        container = with_settings(container, {"finetune.max_train_steps": conversations.steps_of(config, overrides)})
     return container, parse_container(container)
 
 

@@ -165,7 +165,8 @@ def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[No
     """Show the line of a run on the leading node. None for a standalone server or preprocessor."""
     if plan.node_rank or plan.config.debug.mode in ("servers", "preprocessor"):
         return contextlib.nullcontext()
-    return voice.live(RunLine(path, plan.config.finetune.max_train_steps))
+    has_rollouts = plan.config.stage == "rl"
+    return voice.live(RunLine(path, plan.config.finetune.max_train_steps, has_rollouts=has_rollouts))
 
 
 def awaited_jobs(plan: RunPlan) -> list[str]:

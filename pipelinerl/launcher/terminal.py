@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelinerl.inspect.alarms import UNKNOWN, Settings
-from pipelinerl.inspect.report import number, read_metrics_tail
+from pipelinerl.inspect.report import imitates_alone, number, read_metrics_tail
 from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
@@ -187,17 +187,31 @@ def step_line(
 ) -> str:
     """Describe an optimizer step. Reward and success are means over the actor's newest 1,024 rollouts or the step's.
 
+    One that trained conversations alone has their loss, and that of the held-out ones after it where it is known.
+
     Args:
         seconds: since the previous step.
         pause_ms: longest pause of a server in the newest weight update.
         actor: the actor's newest metrics, or empty.
 
-    `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
+    `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`.
+    `step 12/96 loss 0.412 nats per token held-out 0.450 2,310 tok/s wait 0.02 s`.
+    """
     metrics = message.metrics
     is_actors = actor.get(ActorMetric.REWARD) is not None  # reward and success of the same rollouts
     reward = actor.get(ActorMetric.REWARD) if is_actors else metrics.get(TrainerMetric.REWARD)
     tokens = metrics.get(TrainerMetric.TOKENS)
     speed = tokens / seconds if tokens is not None and seconds and seconds > 0 else None
+    if imitates_alone(message):
+        held_out = metrics.get(TrainerMetric.SFT_TEST_LOSS)
+        parts = [
+            f"step {message.step}/{max_train_steps}",
+            f"loss {number(metrics.get(TrainerMetric.SFT_LOSS), 3)} nats per token",
+            *([] if held_out is None else [f"held-out {number(held_out, 3)}"]),
+            f"{number(metrics.get(TrainerMetric.TOKENS_PER_S) if speed is None else speed, 0)} tok/s",
+            f"wait {number(metrics.get(TrainerMetric.WAIT_S), 2)} s",
+        ]
+        return "  ".join(parts)
     parts = [
         f"step {message.step}/{max_train_steps}",
         f"reward {number(reward, 2)}",

@@ -227,6 +227,7 @@ class TrainerMetric(Metric):
     SEQUENCES = "sequences", "sequences", "trained in the step"
     SFT_TOKENS = "sft_tokens", "tokens", "of conversations that are imitated, trained in the step"
     SFT_LOSS = "sft_loss", "nats", "mean of −log π over them, by their weights"
+    SFT_TEST_LOSS = "sft_test_loss", "nats", "the same over `sft.test_datasets`, after the step; of step 0 before it"
     INPUT_TOKENS = "input_tokens", "tokens", "that went through the model in the step"
     PADDING_FRACTION = "padding_fraction", "share", "of the computed positions that are padding"
     MICRO_BATCHES = "micro_batches", "micro-batches", "of one rank"

@@ -138,6 +138,29 @@ def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> lis
     return [[msgspec.structs.replace(first, order=order), *others] for first, *others in batches]
 
 
+def with_held_out(
+    batches: Sequence[Sequence[MicroBatch]], held_out: Sequence[Sequence[MicroBatch]]
+) -> list[list[MicroBatch]]:
+    """Return the micro-batches of every rank, and behind them those that are not trained, which weigh nothing."""
+    count = len(batches[0]) + len(held_out[0])
+    return [
+        [
+            *(msgspec.structs.replace(one, count=count) for one in trained),
+            *(
+                msgspec.structs.replace(
+                    one,
+                    index=len(trained) + one.index,
+                    count=count,
+                    segment_weights=np.zeros_like(one.segment_weights),
+                    supervised=np.ones(len(one.segment_lengths), dtype=bool),
+                )
+                for one in tests
+            ),
+        ]
+        for trained, tests in zip(batches, held_out, strict=True)
+    ]
+
+
 def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
     imitated = [sample for sample in samples if sample.token_weights is not None]
     return [

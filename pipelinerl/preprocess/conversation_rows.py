@@ -4,18 +4,15 @@ A row that does not say what to imitate raises `UnusableRow`: it is left out, co
 """
 
 import json
-import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.config.origin import data_file
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import RowReport, UnusableRow, is_unusable, usable_problems
-
-log = logging.getLogger(__name__)
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-3, 1e3
 """So that products, sums and shares of weights stay finite in float32."""
@@ -68,64 +65,65 @@ class Conversation:
         return {index for index, message in enumerate(self.messages) if message["role"] == "assistant"}
 
 
-def load_conversations(names: Iterable[str], max_left_out: float) -> tuple[list[Conversation], int]:
-    """Read data sets. Logs the rows that are left out, once for each reason.
+@dataclass(kw_only=True)
+class DatasetReport(RowReport):
+    """The rows of one data set that were read, and what in them was not."""
+
+    columns_not_read: set[str] = field(default_factory=set)
+    """Those that sound like a weight."""
+
+    def notes(self) -> list[str]:
+        """What a user should know of it, in one line each."""
+        rows = [f"dataset {self.dataset!r}, left out {line}" for line in self.lines()]
+        columns = [
+            f"dataset {self.dataset!r}, column {name!r} is not read: weights of rows are in {', '.join(ROW_WEIGHTS)}"
+            for name in sorted(self.columns_not_read)
+        ]
+        return rows + columns
+
+
+def load_conversations(names: Iterable[str], max_left_out: float) -> tuple[list[Conversation], list[DatasetReport]]:
+    """Read data sets.
 
     Args:
         names: of the data sets.
         max_left_out: largest share of a data set's rows that may be left out, from 0 to 1.
     Returns:
-        The conversations to imitate, and the number of rows that were left out.
+        The conversations to imitate, and the report of each data set.
     Raises:
         DomainError: a data set has no row to imitate, or too many were left out.
     """
     found: list[Conversation] = []
-    num_left_out = 0
+    reports = []
     for name in names:
         report, own = _read_dataset(name, max_left_out)
         found += own
-        num_left_out += report.left_out.total()
-    return found, num_left_out
+        reports.append(report)
+    return found, reports
 
 
-def _read_dataset(name: str, max_left_out: float) -> tuple[RowReport, list[Conversation]]:
-    report, local = RowReport(dataset=name), data_file(name)
+def _read_dataset(name: str, max_left_out: float) -> tuple[DatasetReport, list[Conversation]]:
+    report, local = DatasetReport(dataset=name), data_file(name)
     has_absent_nulls = local is None or local[0].endswith(".parquet")
 
     def read(row: Mapping[str, Any], index: int) -> Conversation:
+        names = row.keys() - report.columns_not_read
+        report.columns_not_read.update(one for one in names if one not in ROW_WEIGHTS and LIKE_A_WEIGHT.search(one))
         return read_conversation(row, (name, index), has_absent_nulls=has_absent_nulls)
 
-    read_rows = list(usable_problems(_with_columns_told(rows_of(name, False), name), read, report))
-    if not read_rows or report.share_left_out > max_left_out:
+    found = list(usable_problems(rows_of(name, False), read, report))
+    if not found or report.share_left_out > max_left_out:
         raise report.refusal(f"Mend them, or allow it with `sft.max_left_out` (now {max_left_out})")
-    wanted = [one for one in read_rows if any(one.answer_weights.values())]
-    if unwanted := len(read_rows) - len(wanted):  # as the data wants it, so it counts for no limit
-        report.left_out["every answer has the weight 0"] = unwanted
-        first = next(one for one in read_rows if not any(one.answer_weights.values()))
-        report.examples["every answer has the weight 0"] = f"row {first.source[1]}"
-        report.kept = len(wanted)
-    for line in report.lines():
-        log.warning("event=rows_left_out dataset=%s %s", name, line)
+    wanted = []
+    for conversation in found:  # those without weight are left out as the data wants it, so no limit counts them
+        if any(conversation.answer_weights.values()):
+            wanted.append(conversation)
+        else:
+            report.leave_out(conversation.source[1], UnusableRow("every answer has the weight 0"))
+    report.kept = len(wanted)
     if not wanted:
         raise report.refusal("Name conversations with an answer to train")
     return report, wanted
-
-
-def _with_columns_told(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
-    """The rows. A column that is not read, but sounds like a weight, is told once."""
-    told: set[str] = set()
-    for row in rows:
-        for column in row.keys() - told:
-            told.add(column)
-            if column not in ROW_WEIGHTS and LIKE_A_WEIGHT.search(column):
-                log.warning(
-                    "event=column_not_read dataset=%s column=%s: weights of rows are in %s, those of messages beside "
-                    "their content",
-                    name,
-                    column,
-                    ", ".join(ROW_WEIGHTS),
-                )
-        yield row
 
 
 def read_conversation(

@@ -25,14 +25,14 @@ from pipelinerl.observability.archive import open_archive
 from pipelinerl.observability.catalogue import PreprocessorMetric
 from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
-from pipelinerl.preprocess.collate import Collation, collate, with_order
+from pipelinerl.preprocess.collate import Collation, collate, with_held_out, with_order
 from pipelinerl.preprocess.intake import BUSY_POLL_S, Intake
 from pipelinerl.preprocess.metrics import BatchReport, batch_metrics, quality_of
 from pipelinerl.preprocess.publish import MicroBatchPublisher
 from pipelinerl.preprocess.samples import Sample
-from pipelinerl.preprocess.supervised import open_supervised
+from pipelinerl.preprocess.supervised import open_held_out, open_supervised
 from pipelinerl.preprocess.totals import Totals, next_own_step
-from pipelinerl.records import ArchivedStep, PreprocessorProgress
+from pipelinerl.records import ArchivedStep, MicroBatch, PreprocessorProgress
 from pipelinerl.records.topics import PREPROCESSOR
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_writer
@@ -92,7 +92,7 @@ class Preprocessor:
         scoring = [model.path for model in scoring_models(cfg)]
         check_same_vocabulary(cfg.model_path, scoring, trust_remote_code=cfg.trust_remote_code)
         self.ctx, self.cfg = ctx, cfg
-        self.supervised = open_supervised(cfg)
+        self.supervised, self.held_out = open_supervised(cfg), open_held_out(cfg)
         num_replicas = max(len(ctx.world.get("preprocessor")), 1)
         ranks_per_batch = cfg.finetune.seq_parallel
         self.collation = collation_from_config(cfg, ctx.world.trainer_world_size // ranks_per_batch)
@@ -209,7 +209,7 @@ class Preprocessor:
         order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in rollouts])
         batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
-        self.publisher.publish(batches)
+        self.publisher.publish(self._with_held_out(batches, batch))
         self.publisher.barrier()
         record_spans(batch, began)
         self.totals.published(batch, order)
@@ -223,6 +223,15 @@ class Preprocessor:
             values[PreprocessorMetric.SFT_ROWS] = self.supervised.num_used
             values[PreprocessorMetric.SFT_ROWS_LEFT_OUT] = self.supervised.num_left_out
         self.report.published(batch, values, self.totals)
+
+    def _with_held_out(self, batches: list[list[MicroBatch]], batch: OptimizerBatch) -> list[list[MicroBatch]]:
+        """Add the held-out conversations if the trainer computes their loss before or after this step."""
+        step = batch.step
+        due = self.cfg.is_evaluated(step + 1) or (step == 0 and self.cfg.is_evaluated(0))
+        if self.held_out is None or not due:
+            return batches
+        samples = self.held_out.samples(step)
+        return with_held_out(batches, collate(replace(batch, samples=samples), self.collation))
 
     def _commit(self) -> None:
         """Release the groups of published batches."""

@@ -49,6 +49,7 @@ class SupervisedData:
         template: Mapping[str, Any] | None = None,
         max_left_out: float = MAX_LEFT_OUT,
         num_left_out: int = 0,
+        held_out: bool = False,
     ):
         """Nothing is rendered yet.
 
@@ -62,13 +63,15 @@ class SupervisedData:
             template: options of the chat template (`template_options`).
             max_left_out: largest share of the conversations that may give no sample.
             num_left_out: rows that were left out before.
+            held_out: they are those of `sft.test_datasets`.
         """
         self._conversations, self._renderer = conversations, renderer
         self._per_step, self._seed, self._seq_length = per_step, seed, seq_length
         self._prompt_weight, self._template = prompt_weight, dict(template or {})
         self._order = lru_cache(2)(self._permutation)
         self._max_left_out, self._left_out_before = max_left_out, num_left_out
-        self._report = RowReport(dataset="sft.datasets")
+        self._report = RowReport(dataset="sft.test_datasets" if held_out else "sft.datasets")
+        self._name = "sft-test" if held_out else "sft"
         self._is_usable: dict[int, bool] = {}
 
     @property
@@ -105,7 +108,7 @@ class SupervisedData:
     def _sample(self, place: int, step: int) -> Sample | None:
         epoch, position = divmod(place, len(self._conversations))
         index = int(self._order(epoch)[position])
-        name = f"sft-{epoch}-{index}"
+        name = f"{self._name}-{epoch}-{index}"
         if not self._is_usable.get(index, True):
             return None
         try:
@@ -173,23 +176,34 @@ class SupervisedData:
 
 def open_supervised(cfg: Config) -> SupervisedData | None:
     """The conversations of the run's `sft.datasets`. None: it imitates none."""
+    per_step = cfg.batch_size if cfg.stage == "sft" else cfg.sft.per_step
+    return _open(cfg, cfg.sft.datasets, per_step) if per_step else None
+
+
+def open_held_out(cfg: Config) -> SupervisedData | None:
+    """The conversations of `sft.test_datasets`, all of them in each step. None: there are none."""
+    return _open(cfg, cfg.sft.test_datasets, None) if cfg.sft.test_datasets else None
+
+
+def _open(cfg: Config, names: Sequence[str], per_step: int | None) -> SupervisedData:
+    """``per_step`` None: the held-out ones, all of them in each step."""
     from transformers import AutoTokenizer
 
     from pipelinerl.chat.families import renderer_of
 
-    per_step = cfg.batch_size if cfg.stage == "sft" else cfg.sft.per_step
-    if not per_step:
-        return None
-    conversations, num_left_out = load_conversations(cfg.sft.datasets, cfg.sft.max_left_out)
+    conversations, reports = load_conversations(names, cfg.sft.max_left_out)
+    for note in (note for report in reports for note in report.notes()):
+        log.warning("event=rows_left_out %s", note)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
     return SupervisedData(
         conversations,
         renderer_of(tokenizer),
-        per_step=per_step,
-        seed=cfg.seed,
+        per_step=per_step or len(conversations),
+        seed=cfg.seed if per_step else None,
         seq_length=cfg.finetune.seq_length,
         prompt_weight=cfg.sft.prompt_weight,
         template=template_options(cfg.llm.chat_template, cfg.llm.chat_template_kwargs, tokenizer),
         max_left_out=cfg.sft.max_left_out,
-        num_left_out=num_left_out,
+        num_left_out=sum(report.left_out.total() for report in reports),
+        held_out=per_step is None,
     )

@@ -75,6 +75,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [I, 3]: (index in ``images``, start, end exclusive) of the tokens that stand for each image, ascending, in
     positions of this micro-batch. None: there are none."""
     supervised: np.ndarray | None = None
-    """bool [S]: whether the segment is a conversation to imitate. None: all of them are rollouts."""
+    """bool [S]: whether the segment is a conversation to imitate. None: all of them are rollouts. Conversations that
+    weigh nothing are held out."""
     sentinel: bool = False
     """True for an empty micro-batch, sent only when a rank would otherwise have fewer than the others."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is not trained: the loss of held-out conversations (`sft.test_datasets`) is computed on it."""
+        return self.supervised is not None and bool(self.supervised.all()) and not self.segment_weights.any()

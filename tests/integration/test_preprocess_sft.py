@@ -46,9 +46,9 @@ def new_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def imitate(run_dir: Path, *stops: int) -> list[bytes]:
+def imitate(run_dir: Path, *stops: int, keys: tuple[str, ...] = ()) -> list[bytes]:
     """Publish all steps, with a restart after each of ``stops``. Returns the micro-batches as bytes."""
-    keys = ("stage=sft", f"sft.datasets=[{run_dir / 'rows.jsonl'}]", f"finetune.max_train_steps={STEPS}")
+    keys = (*keys, "stage=sft", f"sft.datasets=[{run_dir / 'rows.jsonl'}]", f"finetune.max_train_steps={STEPS}")
     for last in (*stops, STEPS):
         with preprocessor(make_context(run_dir, make_world(), *keys)) as role:
             turn_until(role, lambda role=role, last=last: role.totals.step == last)
@@ -72,6 +72,25 @@ def test_run_that_imitates_and_restarts_publishes_what_one_without_a_stop_does(
     points = list(read_metrics(tmp_path / "whole", "preprocessor"))
     assert [point["samples"] for point in points] == [6] * STEPS
     assert not any("advantage_std" in point or "reward" in point for point in points), "they are of rollouts"
+
+
+def test_held_out_conversations_are_published_when_their_loss_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start (step 0), after versions 4 (step 3) and 6 (step 5, the last): the other bytes do not change."""
+    plain = new_run(tmp_path / "plain", monkeypatch)
+    imitate(plain)
+    expected = read_topic(plain, topics.TRAINING_DATA, MicroBatch)
+    with_tests = new_run(tmp_path / "with_tests", monkeypatch)
+    (with_tests / "test.jsonl").write_text((with_tests / "rows.jsonl").read_text().splitlines()[0] + "\n")
+    imitate(with_tests, 3, keys=(f"sft.test_datasets=[{with_tests / 'test.jsonl'}]", "eval_every_n_versions=4"))
+    found = read_topic(with_tests, topics.TRAINING_DATA, MicroBatch)
+    assert [batch.step for batch in found if batch.is_held_out] == [0, 3, 5]
+    trained, plain_ones = (
+        [repr_of(msgspec.structs.replace(batch, count=1)) for batch in batches if not batch.is_held_out]
+        for batches in (found, expected)
+    )
+    assert trained == plain_ones
 
 
 def test_rows_without_an_answer_are_left_out_and_counted(run_dir: Path) -> None:

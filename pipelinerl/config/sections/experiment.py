@@ -49,6 +49,18 @@ class SFTSection(Section):
         "Columns: `messages` and perhaps `tools`, in OpenAI's form, or `prompt` and `completion`. "
         "[guides/sft.md](guides/sft.md) has the others, and the weights that rows and messages may give",
     )
+    test_datasets: list[str] = key(
+        [],
+        "`stage: sft`: held-out conversations, in the same form. Their loss is computed when `eval.at_start`, "
+        "`eval_every_n_versions` and `eval.at_end` say so, on the trainer",
+        may_change=True,
+    )
+    epochs: PositiveFloat | None = key(
+        None,
+        "`stage: sft`: passes over the rows of `datasets`. They replace `finetune.max_train_steps`. Null = that many "
+        "steps",
+        may_change=True,
+    )
     per_step: NonNegativeInt = key(
         0, "`stage: rl`: conversations beside the rollouts of each optimizer step. With `stage: sft` it is the batch"
     )
@@ -345,6 +357,14 @@ class Config(Section):
         """Names of the trackers that the run uses."""
         names = (self.tracker,) if isinstance(self.tracker, str) else tuple(dict.fromkeys(self.tracker))
         return tuple(name for name in names if name != "wandb" or self.wandb.mode != "disabled")
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether the held-out loss of a version is computed (`sft.test_datasets`)."""
+        if version == 0:
+            return self.eval.at_start
+        every = self.eval_every_n_versions
+        at_end = version == self.finetune.max_train_steps and self.eval.at_end
+        return at_end or bool(every and version % every == 0)
 
     @property
     def batch_size(self) -> int:

@@ -20,7 +20,7 @@ from pipelinerl.inspect.balance import balance_of
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
-from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
+from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, read_records, read_summary, summarise
 from pipelinerl.observability.catalogue import (
     SPREAD,
     STEP,
@@ -61,6 +61,11 @@ CHARTS = (
         "Groups without signal",
         "share",
         ((ActorMetric.GROUPS_NEVER_SOLVED, "never solved"), (ActorMetric.GROUPS_ALWAYS_SOLVED, "always solved")),
+    ),
+    Chart(
+        "Imitation",
+        "nats per token",
+        ((TrainerMetric.SFT_LOSS, "conversations"), (TrainerMetric.SFT_TEST_LOSS, "held out")),
     ),
     Chart("Lag", "steps", ((TrainerMetric.LAG_MEAN, "mean"), (TrainerMetric.LAG_MAX, "max"))),
     Chart("Effective sample size", "share", ((TrainerMetric.ESS, "tokens"), (TrainerMetric.ESS_SEQUENCE, "sequences"))),
@@ -154,15 +159,18 @@ def state_of(source: RunSource, ending: RunEnding | None) -> str:
 def figures(source: RunSource) -> list[tuple[str, str]]:
     """Return (label, value) of the figures on the first screen."""
     known = read_summary(source.run_dir)
-    seen = summarise(source.records, source.actor, wall_s=known["wall_s"] if known else 0.0, seed=source.cfg.seed)
-    lag, pause = seen["lag_steps"], seen["pause_ms"]
+    imitation = imitation_of(source.finetune, source.preprocessor, last_per_step(source.records.trainer), source.cfg)
+    seen = summarise(
+        source.records,
+        source.actor,
+        wall_s=known["wall_s"] if known else 0.0,
+        seed=source.cfg.seed,
+        imitation=imitation,
+    )
     rows = [
-        ("success on test problems", _arrow(seen["success_before"], seen["success_after"])),
-        ("reward on test problems", _arrow(seen["reward_before"], seen["reward_after"])),
+        *(rollout_figures(seen) if "rollouts" in seen else []),
+        *(imitation_figures(imitation) if imitation else []),
         ("optimizer steps", _number(seen["optimizer_steps"])),
-        ("rollouts trained", _number(seen["rollouts_trained"])),
-        ("lag, mean (max)", f"{_number(lag['mean'], 2)} ({_number(lag['max'])})"),
-        ("pause per update, mean (max)", f"{_number(pause['mean'])} ({_number(pause['max'])}) ms"),
         ("tokens trained per second", _number(seen["tokens_trained_per_s"])),
         ("training", _duration(seen["training_s"])),
     ]
@@ -170,6 +178,25 @@ def figures(source: RunSource) -> list[tuple[str, str]]:
         rows.append(("the trainer waits for data", f"{balance.trainer_waits.mean:.0%}"))
         rows.append(("server slots that max_lag_steps keeps empty", f"{balance.slots_held.mean:.0%}"))
     return [(label, value) for label, value in rows if "–" not in value]
+
+
+def imitation_figures(imitation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("loss in nats per token", _arrow(imitation["loss_first"], imitation["loss_last"])),
+        ("held-out loss", _arrow(imitation["held_out_first"], imitation["held_out_last"])),
+        ("rows imitated (left out)", f"{_number(imitation['rows'])} ({_number(imitation['rows_left_out'])})"),
+    ]
+
+
+def rollout_figures(seen: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lag, pause = seen["lag_steps"], seen["pause_ms"]
+    return [
+        ("success on test problems", _arrow(seen["success_before"], seen["success_after"])),
+        ("reward on test problems", _arrow(seen["reward_before"], seen["reward_after"])),
+        ("rollouts trained", _number(seen["rollouts_trained"])),
+        ("lag, mean (max)", f"{_number(lag['mean'], 2)} ({_number(lag['max'])})"),
+        ("pause per update, mean (max)", f"{_number(pause['mean'])} ({_number(pause['max'])}) ms"),
+    ]
 
 
 def _arrow(before: float | None, after: float | None) -> str:

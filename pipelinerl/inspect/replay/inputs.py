@@ -146,7 +146,8 @@ def _copy_batches(run_dir: Path, folder: Path, plan: ReplayPlan, rank: int, inst
             records = feed.next_step(number, 0.0)
             if records is None:
                 raise CorruptStreamError("the stream ends before it")
-            files.write_record(files.batch_file(folder, rank, number), StepBatches(records=tuple(records)))
+            trained = tuple(record for record in records if not record.is_held_out)
+            files.write_record(files.batch_file(folder, rank, number), StepBatches(records=trained))
     except CorruptStreamError as error:
         wanted = "checkpoint" if plan.first else "the run's beginning, as no checkpoint is older"
         raise CheckpointError(

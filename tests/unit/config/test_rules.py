@@ -375,6 +375,8 @@ def test_domain_has_another_name_than_the_conversations_beside_it(base: Config) 
         ({"sft__datasets": ["x.jsonl"]}, ("sft.datasets", "sft.per_step", 0)),
         ({"sft__per_step": 4}, ("sft.per_step", 4, "sft.datasets")),
         ({"stage": "sft", "sft__datasets": ["x.jsonl"], "sft__per_step": 4}, ("sft.per_step", 4, "stage")),
+        ({"sft__test_datasets": ["x.jsonl"]}, ("sft.test_datasets", "x.jsonl", "stage=sft")),
+        ({"sft__epochs": 2.0}, ("sft.epochs", "stage=sft")),
         (
             {
                 "sft__datasets": ["x"],

@@ -4,11 +4,13 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from pipelinerl.config.load import compose, parse
 from pipelinerl.inspect import report
 from pipelinerl.launcher.terminal import evaluation_line, step_line
 from pipelinerl.observability.status import StatusRecord
@@ -171,6 +173,75 @@ def test_phases_follow_one_another_and_leave_out_what_did_not_happen(records: re
 
 def test_running_mean_is_of_what_came_before() -> None:
     assert report.running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def imitated(step: int, at: float, loss: float, **metrics: float) -> SamplesProcessed:
+    own = {"sft_loss": loss, "sequences": 0.0, "tokens": 100.0, "step_s": 2.0, "reward": 0.0, "lag_mean": 0.0}
+    return processed(step, at, **own, **metrics)
+
+
+def imitation_records() -> tuple[report.RunRecords, dict[str, Any]]:
+    """Three steps of 4 conversations, the second one twice, of 6 rows. Each takes two seconds."""
+    trainer = [imitated(1, 10.0, 2.0), imitated(2, 12.0, 9.0), imitated(2, 12.0, 1.0), imitated(3, 14.0, 0.5)]
+    points = [{"step": 0, "sft_test_loss": 2.5}, {"step": 1}, {"step": 3, "sft_test_loss": 0.75}]
+    rows = [{"sft_rows": 7, "sft_rows_left_out": 1}, {"sft_rows": 6, "sft_rows_left_out": 2}]
+    cfg = parse(compose("base", ["output_dir=x", "stage=sft", "sft.datasets=[x]", *FOUR]))
+    records = report.RunRecords(trainer=trainer)
+    return records, report.imitation_of(points, rows, report.last_per_step(trainer), cfg)
+
+
+FOUR = ("finetune.train_batch_size=4", "finetune.gradient_accumulation_passes=1")
+
+
+def test_run_that_imitates_says_what_it_learned_and_nothing_of_rollouts() -> None:
+    records, imitation = imitation_records()
+    assert imitation == {
+        "loss_first": 2.0,
+        "loss_last": 0.5,
+        "held_out_first": 2.5,
+        "held_out_last": 0.75,
+        "rows": 6,
+        "rows_left_out": 2,
+        "epochs": 2.0,
+    }
+    summary = report.summarise(records, [], wall_s=9.0, seed=7, imitation=imitation)
+    assert summary == {
+        "imitation": imitation,
+        "optimizer_steps": 3,
+        "tokens_trained_per_s": pytest.approx(300 / 6),
+        "training_s": 6.0,
+        "wall_s": 9.0,
+        "phases": {},
+        "seed": 7,
+    }
+    lines = report.summary_lines(summary, Path("run"))
+    assert lines[-2:] == [
+        "conversations    6 rows imitated 2.0 times, 2 left out",
+        "loss             2.000 → 0.500 nats per token, held-out 2.500 → 0.750",
+    ]
+    assert not any("–" in line for line in lines)
+    without = report.summary_lines(summary | {"imitation": imitation | {"held_out_last": None}}, Path("run"))
+    assert without[-1] == "loss             2.000 → 0.500 nats per token"
+
+
+def test_rollouts_with_conversations_beside_them_keep_their_figures(records: report.RunRecords) -> None:
+    _, imitation = imitation_records()
+    summary = report.summarise(records, [], wall_s=9.0, seed=7, imitation=imitation)
+    assert summary["imitation"] == imitation
+    assert (summary["success_after"], summary["rollouts_trained"]) == (0.9, 128)
+    assert any("2.000 → 0.500" in line for line in report.summary_lines(summary, Path("run")))
+
+
+def test_draw_learning_curve_of_a_run_that_imitates(tmp_path: Path) -> None:
+    records, _ = imitation_records()
+    report.draw_learning_curve(tmp_path / "curve.png", records, held_out=[(0, 2.5), (3, 0.75)])
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("test_loss", "told"), [({}, ""), ({"sft_test_loss": 0.75}, "  held-out 0.750")])
+def test_step_line_of_conversations_alone_has_their_loss(test_loss: dict[str, float], told: str) -> None:
+    line = step_line(imitated(2, 12.0, 1.0, wait_s=0.25, **test_loss), 3, 2.0, None, {})
+    assert line == f"step 2/3  loss 1.000 nats per token{told}  50 tok/s  wait 0.25 s"
 
 
 def test_step_line_says_everything_once() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.load import compose, validate
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.evaluate import arguments_of, chosen_ks, evaluated, main, parser, table_lines
 
@@ -23,6 +24,13 @@ def test_settings_of_the_user_come_last_and_options_may_stand_between() -> None:
     assert line[:2] == ["--config-name=math", 'output_dir="/tmp/a b"']
     assert "eval.attempts=4" in line
     assert line[-2:] == ["eval.attempts=9", "test_llm.parameters.temperature=0.6"]
+
+
+@pytest.mark.parametrize("keys", [("stage=sft", "sft.epochs=2", "sft.test_datasets=[b]"), ("sft.per_step=4",)])
+def test_model_of_a_run_that_imitates_is_evaluated_by_its_own_configuration(keys: tuple[str, ...]) -> None:
+    args = parser().parse_args(["m", "--config-name=quickstart"])
+    settings = [one for one in arguments_of(args, Path("/tmp/x")) if not one.startswith("--")]
+    validate(compose("quickstart", ["sft.datasets=[a]", *keys, *settings]))
 
 
 def test_model_and_folder_may_have_any_name() -> None:

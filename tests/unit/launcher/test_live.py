@@ -55,6 +55,13 @@ def test_training_says_steps_speed_rest_and_failures_by_reason() -> None:
     assert line(role("finetune_0"), step=1) == "training 1/160"
 
 
+def test_run_without_rollouts_speaks_of_conversations() -> None:
+    statuses = {"finetune_0": role("finetune_0", waits=(Wait(what="micro-batches", on="preprocessor", since=NOW),))}
+    first = describe_run(statuses, {}, NOW, NOW - 12, step=0, last=160, speed=None, has_rollouts=False)
+    last = describe_run(statuses, {}, NOW, NOW - 12, step=160, last=160, speed=None, has_rollouts=False)
+    assert (first, last) == ("first conversations, 12 s", "ending: the last saves")
+
+
 def test_evaluation_says_how_far_it_is() -> None:
     assert line(role("actor_0", evaluating="120/512")) == "evaluating 120/512"
     assert line(role("actor_0", evaluating="7/512"), step=160) == "evaluating 7/512"

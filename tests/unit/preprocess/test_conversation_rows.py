@@ -1,7 +1,6 @@
 """Rows as conversations to imitate: the forms in which data is published, and the weights that it gives."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -169,26 +168,27 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     return [str(folder / "rows.jsonl")]
 
 
-def test_rows_are_left_out_counted_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_are_left_out_counted_and_named_once(tmp_path: Path) -> None:
     bad = {"messages": [ASK, {"role": "assistant", "content": None}]}
     unwanted = {"messages": [ASK, SAY | {"weight": 0}], "loss_masks": [0]}
     names = write(tmp_path, [{"messages": MESSAGES}] * 18 + [bad] * 2 + [unwanted] * 5)
-    with caplog.at_level(logging.WARNING):
-        found, num_left_out = load_conversations(names, 0.1)
+    found, (report,) = load_conversations(names, 0.1)
     assert found == [Conversation(messages=MESSAGES)] * 18
-    assert num_left_out == 7
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3, told
-    assert any("2 rows: an answer to train is empty or missing (row 18: message 1)" in line for line in told)
-    assert any("5 rows: every answer has the weight 0 (row 20)" in line for line in told)
-    assert any("column=loss_masks" in line for line in told)
+    assert (report.kept, report.left_out.total()) == (18, 7)
+    start = f"dataset {names[0]!r}, "
+    assert report.notes() == [
+        f"{start}left out 5 rows: every answer has the weight 0 (row 20)",
+        f"{start}left out 2 rows: an answer to train is empty or missing (row 18: message 1)",
+        f"{start}column 'loss_masks' is not read: weights of rows are in weight, loss_weight, sample_weight, "
+        "trainable, train, loss_mask",
+    ]
 
 
 def test_more_rows_left_out_than_allowed_are_an_error(tmp_path: Path) -> None:
     names = write(tmp_path, [{"messages": MESSAGES}] * 8 + [{"text": "x"}] * 2)
     with pytest.raises(DomainError, match=says("2 of 10 rows", "sft.max_left_out")):
         load_conversations(names, 0.1)
-    assert load_conversations(names, 0.2)[1] == 2
+    assert load_conversations(names, 0.2)[1][0].left_out.total() == 2
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": [ASK, SAY | {"weight": 0}]}]])
