@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from pipelinerl.config.origin import data_file
@@ -20,8 +21,10 @@ MESSAGE_WEIGHTS = ("weight", "trainable", "train", "training", "loss_mask", "los
 """Keys of a message that say whether, or how much, it is trained."""
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable", "train", "loss_mask")
 """Columns that say it of a whole conversation."""
-LIKE_A_WEIGHT = re.compile(r"(^|_)(train|trainable|training|learn|loss|mask|masked|masks|weights?|ignored?)(_|$)")
-"""Names of keys and columns that may be meant as such, but are not known."""
+LIKE_A_WEIGHT = re.compile(
+    r"(^|_)(train|trainable|trained|training|learn|learnable|supervised?|loss|losses|mask|masked|masks|weights?|ignored?)(_|$)"
+)
+"""Words in names of keys and columns that may be meant as such, but are not known."""
 COLUMNS = ("messages", "conversations", "tools", "functions", "prompt", "completion")
 WORDS = {"true": 1.0, "false": 0.0}
 SHAREGPT_ROLES = {
@@ -107,8 +110,7 @@ def _read_dataset(name: str, max_left_out: float) -> tuple[DatasetReport, list[C
     has_absent_nulls = local is None or local[0].endswith(".parquet")
 
     def read(row: Mapping[str, Any], index: int) -> Conversation:
-        names = row.keys() - report.columns_not_read
-        report.columns_not_read.update(one for one in names if one not in ROW_WEIGHTS and LIKE_A_WEIGHT.search(one))
+        report.columns_not_read.update(name for name in row if name not in ROW_WEIGHTS and sounds_like_a_weight(name))
         return read_conversation(row, (name, index), has_absent_nulls=has_absent_nulls)
 
     found = list(usable_problems(rows_of(name, False), read, report))
@@ -195,7 +197,7 @@ def _read_messages(
         where = f"message {index}"
         weight = _weight_of(one, MESSAGE_WEIGHTS, where)
         message = {name: value for name, value in _given(one).items() if name not in MESSAGE_WEIGHTS}
-        if unknown := [name for name in message if LIKE_A_WEIGHT.search(name)]:
+        if unknown := [name for name in message if sounds_like_a_weight(name)]:
             raise UnusableRow(
                 "a message has a key that sounds like a weight and is not known", f"{where}: {', '.join(unknown)}"
             )
@@ -273,6 +275,12 @@ def _read_tools(given: Mapping[str, Any], has_absent_nulls: bool) -> list[dict[s
         raise UnusableRow("its tools are no list of objects", _short(tools))
     found = [one if "function" in one or "name" not in one else {"type": "function", "function": one} for one in tools]
     return [_without_nulls(one) for one in found] if has_absent_nulls else found
+
+
+@lru_cache(1024)
+def sounds_like_a_weight(name: str) -> bool:
+    """Whether a key may say what is trained: `lossMask`, `train-on-turn`, `is_masked`."""
+    return LIKE_A_WEIGHT.search(re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", str(name)).lower()) is not None
 
 
 def _weight_of(holder: Mapping[str, Any], names: Iterable[str], where: str) -> float | None:

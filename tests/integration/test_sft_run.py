@@ -56,6 +56,31 @@ def test_resumed_run_is_bit_equal_to_one_that_was_not_interrupted(folder: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
+def test_epochs_set_the_steps_and_the_summary_says_what_was_learned(folder: Path) -> None:
+    """3,000 rows in steps of 64: half an epoch is 23.4 steps, three quarters are 35.2. Five rows are held out."""
+    rows = (folder / "solved.jsonl").read_text().splitlines()
+    (folder / "held_out.jsonl").write_text("\n".join(rows[:5]) + "\n")
+    own = ("stage=sft", f"model_path={folder / 'model'}", f"sft.datasets=[{folder / 'solved.jsonl'}]")
+    held_out = (f"sft.test_datasets=[{folder / 'held_out.jsonl'}]", "eval_every_n_versions=0")
+    run = folder / "epochs"
+    first = run_experiment("quickstart", run, *COMMON, *own, *held_out, "sft.epochs=0.5", timeout_s=TIMEOUT_S)
+    last = run_experiment("quickstart", run, *COMMON, *own, *held_out, "sft.epochs=0.75", timeout_s=TIMEOUT_S)
+    assert (first["optimizer_steps"], last["optimizer_steps"]) == (24, 36)
+    points = list(read_metrics(run, "finetune"))
+    losses = [point["sft_loss"] for point in points if point["step"]]
+    tests = {point["step"]: point["sft_test_loss"] for point in points if "sft_test_loss" in point}
+    assert sorted(tests) == [0, 24, 36]
+    imitation = last["imitation"]
+    assert (imitation["loss_first"], imitation["loss_last"]) == pytest.approx((losses[0], losses[-1]))
+    assert (imitation["held_out_first"], imitation["held_out_last"]) == (tests[0], tests[36])
+    assert (imitation["rows"], imitation["rows_left_out"], imitation["epochs"]) == (3000, 0, 36 * 64 / 3000)
+    assert tests[36] < tests[24] < tests[0]
+    assert last["tokens_trained_per_s"] > 0
+    assert "success_before" not in last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_run_on_rollouts_starts_from_the_export_and_goes_on_imitating(folder: Path) -> None:
     learned = imitate(folder, "learned", 120)
     losses = [point["sft_loss"] for point in read_metrics(learned, "finetune")]

@@ -17,7 +17,14 @@ from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.page import browser, build, data
 from pipelinerl.inspect.report import RunRecords
 from pipelinerl.inspect.samples import SeenRollout
-from pipelinerl.records import EvaluationDone, Rollout, ScoredSequence, TrainingSequence, WeightUpdateSuccess
+from pipelinerl.records import (
+    EvaluationDone,
+    Rollout,
+    SamplesProcessed,
+    ScoredSequence,
+    TrainingSequence,
+    WeightUpdateSuccess,
+)
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run, make_tokenizer
 
@@ -263,3 +270,38 @@ def test_unreadable_share_counts_unknown_and_broken_tokens(text: TokenText) -> N
     bad = SeenRollout(**{**vars(good), "rollout": msgspec.structs.replace(good.rollout, sequences=sequences)})
     assert browser.unreadable_share([bad], text) == 0.25
     assert browser.unreadable_share([], text) is None
+
+
+def test_page_of_a_run_that_imitates_has_its_losses_and_no_figures_of_rollouts(run_dir: Path) -> None:
+    step = {"sft_loss": 2.0, "sequences": 0.0, "tokens": 10.0, "step_s": 1.0, "lag_mean": 0.0, "reward": 0.0}
+    losses = [2.0, 0.5]
+    trained = [
+        SamplesProcessed(samples_processed=4 * n, step=n, metrics=step | {"sft_loss": loss}, timestamp=100.0 + n)
+        for n, loss in enumerate(losses, 1)
+    ]
+    points = [{"step": 0, "time": 100.0, "sft_test_loss": 3.0}] + [
+        {"step": one.step, "time": one.timestamp, **one.metrics} for one in trained
+    ]
+    points[-1]["sft_test_loss"] = 1.0
+    source = data.RunSource(
+        run_dir=run_dir.parent / "nowhere",
+        cfg=load_old_run(run_dir),
+        records=RunRecords(trainer=list(trained)),
+        finetune=points,
+        actor=[],
+        preprocessor=[{"step": 1, "sft_rows": 6, "sft_rows_left_out": 2}],
+    )
+    assert data.figures(source) == [
+        ("loss in nats per token", "2.000 → 0.500"),
+        ("held-out loss", "3.000 → 1.000"),
+        ("rows imitated (left out)", "6 (2)"),
+        ("optimizer steps", "2"),
+        ("tokens trained per second", "10"),
+        ("training", "2 s"),
+    ]
+    charts = {chart.title: data.chart_data(chart, source) for chart in data.CHARTS}
+    assert charts["Imitation"]["lines"] == [
+        {"label": "conversations", "x": [1, 2], "y": [2.0, 0.5]},
+        {"label": "held out", "x": [0, 2], "y": [3.0, 1.0]},
+    ]
+    assert not charts["Lag"]["lines"]
