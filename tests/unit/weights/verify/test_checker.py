@@ -7,7 +7,8 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -33,7 +34,7 @@ class Server:
         self.label, self.moved, self.checksum, self.differing = "default", 0.0, "right", []
         self.unlearned: list[str] = []
         self.base = ""
-        self.is_checked, self.scored, self.answers = True, 0, True
+        self.is_checked, self.scored, self.answers, self.garbage = True, 0, True, b""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +42,7 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 is_check = self.path == "/check_weights"
                 answer = json.dumps(server.check(body["version"]) if is_check else server.score(body)).encode()
+                answer = server.garbage or answer
                 self.send_response(200 if server.answers else 503)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
@@ -448,6 +450,52 @@ def test_silent_probe_is_a_miss_after_the_time_out() -> None:
     harness.checker.close()
     harness.server.http.shutdown()
     harness.server.http.server_close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b'{"is_checked":true,"differing":["\xff"]}', b"[" * 100_000, b'{"is_checked":1}', b""], ids=range(4)
+)
+def test_probe_whose_answer_cannot_be_read_is_a_miss_and_the_server_is_checked_again(garbage: bytes) -> None:
+    """Text that is not UTF-8 and deep nesting are no errors of msgspec's own."""
+    with contextlib.closing(Harness(timeout_s=0.3)) as harness:
+        harness.calibrate()
+        harness.server.garbage = garbage
+        harness.server.answers = bool(garbage)
+        harness.push(0)
+        harness.server.garbage, harness.server.answers = b"", True
+        harness.push(1)
+        assert [(miss.version, miss.is_final) for miss in harness.misses] == [(0, False)]
+        assert harness.checker.verified == {"s0": 1}
+
+
+def test_text_whose_tokens_are_no_tokens_is_sampled_again(harness: Harness) -> None:
+    harness.checker.admits("s0", "default")
+    good = harness.server.score
+    for tokens in ([2**40] * 49, None, 5):
+        choice = {"token_ids": tokens, "weight_versions": []}
+        harness.server.score = lambda body, choice=choice: {"choices": [choice]}  # type: ignore[method-assign]
+        assert harness.checker.sample((4, 50), 1000, 0, timeout_s=20) is None
+    harness.server.score = good  # type: ignore[method-assign]
+    assert harness.checker.sample((4, 50), 1000, 0, timeout_s=20) is not None
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("rank 1"), CancelledError(), None], ids=repr)
+@pytest.mark.parametrize("what", ["checksum", "scores"])
+def test_what_the_trainer_cannot_say_or_says_too_late_is_no_fault_of_the_server(what: str, error: Any) -> None:
+    with contextlib.closing(Harness(timeout_s=0.3)) as harness:
+        harness.calibrate()
+        harness.push(0)
+        right, missing = harness.checker._expected[0], Future()  # type: ignore[var-annotated]
+        if error is not None:
+            missing.set_exception(error)
+        harness.checker.expect(1, replace(right, **{what: missing}))
+        harness.server.label = "1"
+        for _ in range(2):
+            harness.checker.start_check("s0", 1)
+            wait_for(lambda: not harness.state.is_busy)
+        assert harness.misses == []
+        harness.push(2)
+        assert (harness.misses, harness.checker.verified) == ([], {"s0": 2})
 
 
 def test_noise_beyond_the_tolerance_at_version_0_is_said_and_is_a_miss_after_the_first_update(
