@@ -69,7 +69,7 @@ class Followed:
         self._prefix, self._numbers = f"{uuid.uuid4().hex[:12]}-", itertools.count()
         self._requests: dict[str, _Sent] = {}
         self._mute: WeakSet[InferenceServer] = WeakSet()
-        """Servers that do not say what they sample."""
+        """Servers that have no such path. Those that answer anything else are asked again."""
         self.tokens = 0
         """Sampled for this worker since it began, answers under way included."""
 
@@ -106,12 +106,13 @@ class Followed:
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
             ) as response:
-                if response.status != 200:
+                if response.status in (404, 405):
                     self._mute.add(server)
                     log.info("event=server_tells_no_growth server=%s status=%d", server.name, response.status)
+                if response.status != 200:
                     return
                 report = msgspec.json.decode(await response.read(), type=UnderWay)
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
             return  # the request itself finds out what is wrong
         self.add_report(server, report, time.monotonic())
 

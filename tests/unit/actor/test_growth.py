@@ -6,6 +6,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from pipelinerl.actor import router
 from pipelinerl.actor.executor import RolloutLimit
@@ -78,6 +80,30 @@ def test_growth_of_requests_that_the_server_does_not_know_stands_still() -> None
     two.followed.add_report(InferenceServer("another", "u"), under_way(500, **{two.names[0]: ((3,), False)}), 1.0)
     assert [growth.moved for growth in two.growths] == [0.0, 0.0]
     assert two.followed.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "asked"),
+    [(404, b"", 1), (405, b"", 1)]
+    + [(status, b"", 2) for status in (204, 401, 403, 408, 425, 429, 500, 502, 503, 504)]
+    + [(200, body, 2) for body in (b"", b"null", b'{"requests":{"\xff":1}}', b"[" * 100_000)],
+)
+async def test_server_is_asked_again_unless_it_has_no_such_path(status: int, body: bytes, asked: int) -> None:
+    served = []
+
+    async def answer(request: web.Request) -> web.Response:
+        served.append(request.path)
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        followed = Followed()
+        name = followed.begin(InferenceServer("s", str(server.make_url("/"))), Growth())
+        followed._requests[name].sent -= 10.0
+        for _ in range(2):
+            await followed.ask(session, "")
+    assert len(served) == asked
 
 
 def test_growth_of_a_request_that_runs_without_tokens_stands_still_whatever_its_server_samples() -> None:
