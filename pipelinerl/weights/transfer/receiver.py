@@ -212,9 +212,9 @@ class Receiver:
         ranges = request.workers[self._index]
         _check_cover(ranges, layout.num_bytes, is_delta=request.base_version is not None)
         with self._lock:
+            self._check_base(request, layout)  # before the transfer under way is stopped for this one
             if self._transfer is not None and self._transfer.end is None:
                 self._transfer.stop("superseded by a newer update")
-            self._check_base(request, layout)
             previous = self._transfer.thread if self._transfer is not None else None
             while len(self._pullers) < len(ranges):
                 self._pullers.append(self._make_puller())
@@ -312,6 +312,7 @@ class Receiver:
             buffer = self.staging.replace(num_bytes)
             self._pull(transfer, buffer, shard)
         else:
+            self._check_base(request, layout)  # the transfer before may have begun to replace it
             self._registry.keep_only(f"{request.sender}/{request.base_version}")
             payload = torch.empty(max(one.end for one in transfer.ranges), dtype=torch.uint8, device=CPU)
             self._pull(transfer, payload)
