@@ -82,6 +82,8 @@ class Alarm:
     """First optimizer step to which the alarm applies. None = the whole run."""
     text: str
     cure: str
+    server: str = ""
+    """The server that it accuses. Empty: none, or the name says what. An alarm is its name and this, since any step."""
     is_about_speed: bool = False
     """Not about learning: the run would come to the same, sooner."""
 
@@ -169,6 +171,7 @@ def expelled_servers(history: History) -> Iterable[Alarm]:
     for server, first in missed.items():
         yield Alarm(
             name="stale server",
+            server=server,
             step=first.version,
             text=f"{server} did not use the weights it was sent ({first.reason})",
             cure=f"It is out of service until it passes a probe; read {server}/log.txt, restart or replace that server",
@@ -181,6 +184,7 @@ def uncalibrated_servers(history: History) -> Iterable[Alarm]:
     for server, message in found.items():
         yield Alarm(
             name="calibration",
+            server=server,
             step=0,
             text=f"{server} and the trainer differ by {message.difference:.2g} nats before any update, "
             f"{message.limit:.2g} are allowed",
@@ -199,6 +203,7 @@ def lost_servers(history: History) -> Iterable[Alarm]:
         last = max(update.version for update in updates if server in update.servers)
         yield Alarm(
             name="server out of service",
+            server=server,
             step=last,
             text=f"{server} has taken no weight update since version {last}",
             cure=f"Read {server}/log.txt; raise weights.timeout_s if updates are slow",

@@ -58,7 +58,7 @@ class AlarmWatch:
         self._messages: list[TrainerMessage] = []
         self._settings, self._every_s = settings, every_s
         self._next = 0.0
-        self._told: set[tuple[str, int | None]] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def add_message(self, message: TrainerMessage) -> None:
         """Take a message of the trainer into account."""
@@ -83,6 +83,6 @@ class AlarmWatch:
             settings=self._settings,
             blocked_at=blocked_places(read_statuses(self._run_dir)),
         )
-        found = [alarm for alarm in alarms(history) if (alarm.name, alarm.step) not in self._told]
-        self._told |= {(alarm.name, alarm.step) for alarm in found}
+        found = [alarm for alarm in alarms(history) if (alarm.name, alarm.server) not in self._told]
+        self._told |= {(alarm.name, alarm.server) for alarm in found}
         return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelinerl.inspect.watch import AlarmWatch, MetricsTail
 from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
-from pipelinerl.records import ProbeMissed, SamplesProcessed, TrainerMessage
+from pipelinerl.records import CalibrationExceeded, ProbeMissed, SamplesProcessed, TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.says import says
 
@@ -52,6 +52,30 @@ def test_new_tells_every_alarm_once(tmp_path: Path) -> None:
     assert later.new() == [], "too early to look again"
     later.add_message(MISS)
     assert [alarm.name for alarm in later.new()] == ["stale server"], "at once: the run may end with it"
+
+
+def test_new_tells_of_every_server_that_misses_the_same_version(tmp_path: Path) -> None:
+    watch = AlarmWatch(tmp_path, every_s=0.0)
+    told = []
+    for server in ("a", "b", "b", "a"):
+        watch.add_message(ProbeMissed(server=server, version=7, since=6, is_final=True, reason="bytes differ"))
+        watch.add_message(CalibrationExceeded(server=server, difference=0.5, limit=0.2))
+        told.append([(alarm.name, alarm.server) for alarm in watch.new()])
+    assert told == [[("stale server", name), ("calibration", name)] for name in "ab"] + [[], []]
+
+
+def test_new_tells_an_alarm_once_whose_first_step_moves(tmp_path: Path) -> None:
+    """The servers take a version now and then, far behind the trainer: each look finds another first step."""
+    watch = AlarmWatch(tmp_path, every_s=0.0)
+    told = []
+    for look in range(4):
+        points = [{"step": 100 * look + i, "live_version": 10 * look} for i in range(100, 120)]
+        path = tmp_path / "metrics" / "finetune.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(point) + "\n" for point in points)
+        told.append([(alarm.name, alarm.step) for alarm in watch.new()])
+    assert told == [[("stalled version", 0)], [], [], []]
 
 
 def test_progress_lines_show_an_alarm_after_its_step(tmp_path: Path) -> None:
