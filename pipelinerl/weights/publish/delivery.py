@@ -128,6 +128,8 @@ class Pushing:
             answer = await client.post(request, self._settings.timeout_s)
         except WeightUpdateError as error:
             reason = str(error)
+        except Exception as error:  # noqa: BLE001 — the task's boundary: an update without an end is the server's last
+            reason = f"{client.name} at {client.job.url}: {type(error).__name__}: {error}"
         seconds = time.monotonic() - started
         record_update(client.name, request.version, began, answer, num_bytes)
         outcome = UpdateOutcome(

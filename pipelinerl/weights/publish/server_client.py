@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 GRACE_S = 1.0
 """Added to an update's timeout, so that the server's own deadline fires first and reports the reason."""
+UNREADABLE = (ValueError, RecursionError)
+"""What decoding an answer raises: an error of msgspec, text that is not UTF-8, or deep nesting."""
 GONE = "gone"
 """Takes the place of a version if no process listens at the server's address."""
 
@@ -126,7 +128,7 @@ class ServerClient:
 
         The question passes through the engine's loop, so a frozen engine behind a live HTTP server is not up.
         """
-        with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
+        with contextlib.suppress(httpx.HTTPError, *UNREADABLE):
             try:
                 response = await self.http.get(INFO_PATH, timeout=PROBE_TIMEOUT_S)
             except httpx.ConnectError as error:
@@ -144,7 +146,7 @@ class ServerClient:
             timeout_s: longer than that of the request: a slow server notices its own only between two buckets.
 
         Raises:
-            WeightUpdateError: the update failed or timed out.
+            WeightUpdateError: the update failed, timed out, or ended with an answer that cannot be read.
         """
         timeout = httpx.Timeout(timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
@@ -160,7 +162,10 @@ class ServerClient:
             raise WeightUpdateError(f"{self.name} at {self.job.url}: {error or type(error).__name__}") from error
         if response.status_code != 200:
             raise WeightUpdateError(f"{self.name} answered {response.status_code}: {response.text[:500]}")
-        return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
+        try:
+            return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
+        except UNREADABLE as error:
+            raise WeightUpdateError(f"{self.name} answered 200 and no weight update's answer: {error}") from error
 
     async def close(self) -> None:
         for task in (self.update, self.watch, self.gauge):

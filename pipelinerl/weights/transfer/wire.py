@@ -191,7 +191,7 @@ class Connection:
             raise WireError(f"a message of {length} bytes is over {MAX_MESSAGE_BYTES}")
         try:
             return decoder.decode(self.read(length))
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(f"not a message: {error}") from error
 
     def ask(self, question: msgspec.Struct, decoder: msgspec.json.Decoder[T]) -> T:

@@ -107,7 +107,7 @@ _checks = msgspec.json.Decoder(WeightCheck)
 class ProbeClient:
     """Asks one server. Blocks until it has answered.
 
-    Methods raise ``httpx.HTTPError``, ``TransportError``, or ``msgspec.DecodeError``.
+    Methods raise ``httpx.HTTPError``, ``TransportError``, or what decoding an answer raises.
     """
 
     def __init__(self, job: Job, *, secret: str, timeout_s: float):
