@@ -3,9 +3,10 @@
 The code that implements these sections was read only where the two disagreed and the document said too little.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import stdev
 
 from pipelinerl.config.sections import Config
@@ -38,9 +39,9 @@ class Member:
     reward: float
     texts: list[Text]
     group_size: int = 0
-    """Members of its group, all of them."""
+    """Members of its group that can be trained at its step."""
     group_tokens: int = 0
-    """Sampled tokens of those members that weigh, whatever becomes of them later."""
+    """Sampled tokens of those members that weigh, whether they are masked or not."""
 
     @property
     def tokens(self) -> int:
@@ -119,8 +120,7 @@ def members_of(group: RolloutGroup, cfg: Config) -> list[Member]:
             adv = advantage(here, compared, cfg.finetune.rl.advantage)
             texts.append(Text(sequence, positions, versions, sequence.logprobs.tolist(), here, adv, not left_out))
         found.append(Member(rollout.rewards, rollout.reward, texts))
-    tokens = sum(member.tokens for member in found)
-    return [replace(member, group_size=len(found), group_tokens=tokens) for member in found]
+    return found
 
 
 # ---- §4 and §5: optimizer batches and weights
@@ -136,9 +136,12 @@ def batches_of(groups: Sequence[RolloutGroup], cfg: Config, first_step: int) -> 
             abs(text.advantage) <= 1e-6 for member in members for text in member.texts
         ):
             continue
+        sampled = [(copy.deepcopy(member), member.tokens) for member in members]
         for member in members:
             if not within_lag(member, step, cfg):
                 continue
+            peers = [tokens for peer, tokens in sampled if within_lag(copy.deepcopy(peer), step, cfg)]
+            member.group_size, member.group_tokens = len(peers), sum(peers)
             batches[step].append(member)
             if len(batches[step]) == cfg.batch_size:
                 set_weights(batches[step], cfg)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
-from pipelinerl.preprocess.samples import INVALID, LAG, SCORES, Sample, Source
+from pipelinerl.preprocess.samples import INVALID, LAG, SCORES, Peer, Sample, Source, with_peers
 from pipelinerl.records import TrainingSequence
 
 LagDrop = Literal["never", "rollout", "token"]
@@ -37,7 +37,7 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
     """``sample`` without training the tokens of versions before ``oldest_allowed``. None if no trained token is left.
 
     The tokens stay in their sequences as context. A sequence without young tokens is left out, with its advantage. The
-    other advantages and the group's size do not change.
+    other advantages do not change.
     """
     kept = [i for i, (_, sequence) in enumerate(sample.sequences) if (sequence.spans[:, 2] >= oldest_allowed).any()]
     if not kept:
@@ -180,15 +180,17 @@ class BatchCutter:
         self.step = step
 
     def offer(self, sample: Sample) -> str | None:
-        """Add the sample to the batch, or return the reason why it is dropped."""
+        """Add the sample to the batch, or return the reason why it is dropped.
+
+        Its peers are then those that could be trained in the same batch.
+        """
         reason = sample.drop_reason or self._lag_reason(sample)
-        if reason is None:
-            self.samples.append(sample)
-        elif reason == LAG and self.lag_drop == "token" and self.max_lag_steps is not None:
+        if reason == LAG and self.lag_drop == "token" and self.max_lag_steps is not None:
             young = without_old_tokens(sample, self.step - self.max_lag_steps)
             if young is not None:
-                self.samples.append(young)
-                return None
+                sample, reason = young, None
+        if reason is None:
+            self.samples.append(with_peers(sample, tuple(filter(self._can_train, sample.peers))))
         return reason
 
     def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
@@ -213,7 +215,14 @@ class BatchCutter:
         self.step += self.stride
         return batch
 
-    def _lag_reason(self, sample: Sample) -> str | None:
+    def _can_train(self, peer: Peer) -> bool:
+        """Whether a rollout of a group can be trained at this step, at least in part."""
+        reason = self._lag_reason(peer)
+        if reason != LAG or self.max_lag_steps is None:
+            return reason is None
+        return self.lag_drop == "token" and self.step - peer.newest_version <= self.max_lag_steps
+
+    def _lag_reason(self, sample: Sample | Peer) -> str | None:
         if sample.newest_version > self.step:
             return INVALID
         if self.max_lag_steps is not None and self.step - sample.oldest_version > self.max_lag_steps:

@@ -23,7 +23,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.status import CurrentWait
 from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
-from pipelinerl.preprocess.samples import Sample, Shaping, Source, prepare_group, refused_group
+from pipelinerl.preprocess.samples import Sample, Shaping, Source, count_peers, prepare_group, refused_group
 from pipelinerl.records import ActorRecord, DataOrder, GroupOutcome, OrderResumed, RolloutGroup, outcome_of
 from pipelinerl.records.check import check_group
 from pipelinerl.records.order import OrderFold
@@ -75,7 +75,7 @@ class GroupReader:
         self._num_actors, self._keeps_history = num_actors, keeps_history
         self._unresolved: deque[_Unresolved] = deque()
         self._reader = reader
-        self._source = source
+        self.source = source
         self._shaping = shaping
         self._vocab_size = vocab_size
         self._attempts = attempts
@@ -86,7 +86,10 @@ class GroupReader:
         return self._reader.position
 
     def poll(self, timeout_s: float) -> list[list[Sample]]:
-        """Samples of the next groups, one list per group. Empty if none arrives within ``timeout_s``."""
+        """Samples of the next groups, one list per group. Empty if none arrives within ``timeout_s``.
+
+        The first group may begin before the source.
+        """
         return list(self._groups(self._reader.poll(timeout_s)))
 
     def commit(self, source: Source) -> None:
@@ -121,13 +124,13 @@ class GroupReader:
                 self.resumed, self._order = record, OrderFold(record.order)
                 continue
             turn = record.position // self._num_actors
-            outcome = outcome_of(record) if self._keeps_history and (offset, 0) >= self._source else None
+            outcome = outcome_of(record) if self._keeps_history and (offset, 0) >= self.source else None
             self._unresolved.append(
                 _Unresolved(offset, (record.domain, record.epoch, turn, record.epoch_size), outcome)
             )
             if isinstance(record, RolloutGroup):
-                samples = [sample for sample in self._prepare(offset, record) if sample.source >= self._source]
-                if samples:
+                samples = self._prepare(offset, record)
+                if samples and samples[-1].source >= self.source:
                     yield samples
 
     def _prepare(self, offset: int, group: RolloutGroup) -> list[Sample]:
@@ -214,7 +217,8 @@ class Intake:
         while self._pending and self._pending[0].ready and not self._ctx.stop.is_set():
             group = self._pending.popleft()
             scored = [future.result() for future in group.scored]
-            yield from merged(scored, self._models) if scored else group.samples
+            samples = count_peers(merged(scored, self._models)) if scored else group.samples
+            yield from (sample for sample in samples if sample.source >= self._groups.source)
 
     @property
     def resumed(self) -> OrderResumed | None:

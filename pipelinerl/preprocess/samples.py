@@ -7,7 +7,7 @@ docs/algorithms.md §5.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,15 @@ SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_lo
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
+class Peer(NamedTuple):
+    """A rollout of a group that can be trained."""
+
+    oldest_version: int
+    newest_version: int
+    num_counted: int
+    """As `Sample.num_counted`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One rollout, prepared for a micro-batch. K trained tokens of a sequence."""
@@ -113,6 +122,8 @@ class Sample:
     """Rollouts of the group that can be trained, including this one."""
     group_tokens: int = 0
     """Trained tokens of those rollouts whose weight is not zero."""
+    peers: tuple[Peer, ...] = ()
+    """Those rollouts, of which some may be too old when a batch takes this one."""
     oldest_version: int = 0
     newest_version: int = 0
     drop_reason: str | None = None
@@ -164,13 +175,27 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
     _check_numbers(group, advantages)
     zero = shaping.filter_zero_advantage_groups and shaping.advantage != "value"
     drop_group = ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
-    samples = [
-        _prepare_rollout(group, rollout, (offset, i), member, drop_group, shaping)
-        for i, (rollout, member) in enumerate(zip(group.rollouts, advantages, strict=True))
-    ]
-    trained = [sample for sample in samples if sample.drop_reason is None]
-    tokens = sum(sample.num_counted for sample in trained)
-    return [replace(sample, group_size=max(len(trained), 1), group_tokens=tokens) for sample in samples]
+    return count_peers(
+        [
+            _prepare_rollout(group, rollout, (offset, i), member, drop_group, shaping)
+            for i, (rollout, member) in enumerate(zip(group.rollouts, advantages, strict=True))
+        ]
+    )
+
+
+def count_peers(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of a whole group, each with those of them that can be trained as its peers."""
+    peers = tuple(
+        Peer(sample.oldest_version, sample.newest_version, sample.num_counted)
+        for sample in samples
+        if sample.drop_reason is None
+    )
+    return [with_peers(sample, peers) for sample in samples]
+
+
+def with_peers(sample: Sample, peers: tuple[Peer, ...]) -> Sample:
+    tokens = sum(peer.num_counted for peer in peers)
+    return replace(sample, peers=peers, group_size=max(len(peers), 1), group_tokens=tokens)
 
 
 def refused_group(offset: int, group: RolloutGroup, unit: BatchUnit = "rollouts") -> list[Sample]:

@@ -1,11 +1,23 @@
 """One group becomes samples: filters, shaping, identity, and what each sample knows of itself."""
 
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.errors import RecordError
+from pipelinerl.preprocess.batching import BatchCutter
+from pipelinerl.preprocess.collate import Members, rollout_weights
+from pipelinerl.preprocess.intake import Intake, _Pending
+from pipelinerl.preprocess.reference import REFERENCE
 from pipelinerl.preprocess.samples import (
+    Sample,
     Shaping,
     all_advantages_zero,
     cut_texts,
@@ -143,3 +155,72 @@ def test_one_completion_that_the_server_cut_takes_out_the_rollout_or_its_text():
 )
 def test_group_gives_no_gradient_if_every_advantage_is_within_a_millionth_of_zero(advantages, expected):
     assert all_advantages_zero(np.array(advantages)) is expected
+
+
+def prompt_mean(cutter: BatchCutter) -> list[list[float]]:
+    """What each rollout of the cutter's batch weighs, by group."""
+    batch = cutter.next_batch()
+    assert batch is not None
+    columns = [(s.num_counted, len(s.sequences), s.group_size, s.group_tokens) for s in batch.samples]
+    members = Members(
+        **dict(zip(("counted_N", "texts_N", "group_sizes_N", "group_tokens_N"), np.array(columns).T, strict=True))
+    )
+    worth = rollout_weights("prompt_mean", members) * members.counted_N
+    ids = [sample.group_id for sample in batch.samples]
+    return [[w for w, own in zip(worth.tolist(), ids, strict=True) if own == one] for one in dict.fromkeys(ids)]
+
+
+def grown(*lengths: int, version: int = 9) -> tuple[float, tuple[TrainingSequence, ...]]:
+    """A rollout with a text per number of trained tokens."""
+    texts = (sequence(tokens=n + 1, spans=((1, n + 1, version),), turn=i) for i, n in enumerate(lengths))
+    return float(sum(lengths)), tuple(texts)
+
+
+@pytest.mark.parametrize("lag_drop", ["rollout", "token"])
+def test_prompt_mean_group_that_loses_a_member_to_the_lag_keeps_its_whole_weight(lag_drop):
+    """10 and 6 tokens are left of 10, 4 and 6: they weigh 10/16 and 6/16 of a half. The other group weighs a half."""
+    cutter = BatchCutter(step=10, batch_size=4, max_lag_steps=1, lag_drop=lag_drop)
+    for samples in (
+        prepare_group(0, group(grown(10), grown(4, version=8), grown(6)), SHAPING),
+        prepare_group(1, group(grown(3), grown(9)), SHAPING),
+    ):
+        samples = [replace(sample, group_id=str(sample.source[0])) for sample in samples]
+        assert [cutter.offer(sample) for sample in samples if sample.oldest_version == 9] == [None, None]
+        assert [cutter.offer(sample) for sample in samples if sample.oldest_version == 8] in ([], ["lag"])
+    np.testing.assert_allclose(prompt_mean(cutter), [[10 / 32, 6 / 32], [3 / 24, 9 / 24]])
+
+
+def test_prompt_mean_member_that_is_masked_in_part_stays_one_of_its_group():
+    """A group's tokens are those that were sampled (docs/algorithms.md §4): 2 of the second's 4 are too old."""
+    partly = (sequence(tokens=5, spans=((1, 3, 8), (3, 5, 9))),)
+    cutter = BatchCutter(step=10, batch_size=2, max_lag_steps=1, lag_drop="token")
+    for sample in prepare_group(0, group(grown(6), (0.0, partly)), SHAPING):
+        assert cutter.offer(sample) is None
+    np.testing.assert_allclose(prompt_mean(cutter), [[6 / 10, 2 / 10]])
+
+
+def test_prompt_mean_group_cut_by_a_batch_border_keeps_its_own_weights_at_both_steps():
+    """Of 2, 3, 5, 6 and 9 tokens the third is too old at step 10: 20 are counted. At 11 so is the first: 18 are."""
+    cutter = BatchCutter(step=10, batch_size=2, max_lag_steps=2, lag_drop="rollout")
+    made = group(grown(2, version=8), grown(3), grown(5, version=7), grown(6), grown(9))
+    found = []
+    for sample in prepare_group(0, made, SHAPING):
+        cutter.offer(sample)
+        if len(cutter.samples) == 2:
+            found.append([(s.group_size, s.group_tokens) for s in cutter.samples])
+            cutter.next_batch()
+    assert found == [[(4, 20)] * 2, [(3, 18)] * 2]
+
+
+def test_group_that_scoring_makes_smaller_is_counted_again_also_after_a_restart_within_it():
+    """The teacher refuses the second of three. The run goes on at the third: its first is trained already."""
+    samples = prepare_group(0, group(grown(10), grown(4), grown(6)), SHAPING)
+    scored: Future[list[Sample]] = Future()
+    scored.set_result([samples[0], replace(samples[1], drop_reason="invalid"), samples[2]])
+    intake: Any = Intake.__new__(Intake)
+    intake._ctx = SimpleNamespace(stop=threading.Event())
+    intake._groups = SimpleNamespace(source=(0, 2))
+    intake._pending = deque([_Pending(samples, [scored])])
+    intake._models = [REFERENCE]
+    (left,) = intake.next_samples()
+    assert (left.source, left.group_size, left.group_tokens) == ((0, 2), 2, 16)
