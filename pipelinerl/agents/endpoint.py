@@ -162,7 +162,12 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
             return refuse(413, TOO_LARGE)
         try:
             call = await agent.complete(asked)
-        except (ValueError, TypeError, TemplateError) as error:  # the chat template cannot render the messages
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+            TemplateError,
+        ) as error:  # the chat template cannot render the messages
             return refuse(400, error)
         except PipelineRLError as error:
             if isinstance(error, TransportError) and not is_retryable(error):

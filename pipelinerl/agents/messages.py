@@ -149,9 +149,8 @@ def _blocks(said: Said, asked: ChatRequest) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": said.content, "citations": None})
     for call in said.tool_calls:
         function = call["function"]
-        arguments = json.loads(function["arguments"])
-        given = arguments if isinstance(arguments, dict) else {"": arguments}
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+        given = {"name": function["name"], "input": json.loads(function["arguments"])}
+        blocks.append({"type": "tool_use", "id": call["id"]} | given)
     return blocks
 
 
@@ -208,7 +207,7 @@ def _assistant(blocks: list[_Block]) -> dict[str, Any]:
     """Thoughts are left out: what the model sampled is continued, and no template shows thoughts of another one."""
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(b.text for b in blocks if b.type == "text")}
     calls = [
-        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.input}}
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input)}}
         for b in blocks
         if b.type == "tool_use"
     ]

@@ -1,20 +1,28 @@
 """Reads what a model said in its sampled text: a thought, tool calls, and the content.
 
-Tool calls in Hermes' format and PipelineRL's `rl_tool` are read here, others, and thoughts, by vLLM's parsers. Calls
-that cannot be parsed stay in the content, so the domain sees what the model wrote.
+Tool calls in Hermes' format and PipelineRL's `rl_tool` are read here, others, and thoughts, by vLLM's parsers. A call
+has a name and a JSON object as arguments, which every reader of JSON takes. A text with anything else stays text,
+whatever a parser makes of it: it is the policy's mistake, and neither domains nor agents see half a call.
 """
 
+import functools
 import json
+import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl.errors import DomainError
 
+log = logging.getLogger(__name__)
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RL_TOOL = "rl_tool"
 LISTED = re.compile(r"<tool_calls>(.*?)(?:</tool_calls>|\Z)", re.DOTALL | re.IGNORECASE)
+MAX_NESTING = 64
+"""Of arguments, objects and lists in each other. Readers of JSON in other languages refuse more."""
 FINAL = ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]")
 
 
@@ -49,15 +57,65 @@ def reader_of(
         read_calls = read_rl_tool if tool_parser else read_hermes
     elif tools:
         read_calls = vllm_reader(tool_parser, tokenizer, tools)
+    read_calls = checked(read_calls, tool_parser)
     if not reasoning_parser:
         return read_calls
     split = thought_splitter(reasoning_parser, tokenizer, kwargs)
 
     def read(text: str) -> ReadText:
-        thought, rest = split(text)
+        try:
+            thought, rest = split(text)
+        except Exception as error:  # noqa: BLE001 — as in `checked`
+            _warn_once(reasoning_parser, type(error).__name__)
+            return read_calls(text)
         return replace(read_calls(rest), thought=thought)
 
     return read
+
+
+def checked(read: Reader, name: str) -> Reader:
+    """Returns a reader that leaves a text as it is if ``read`` raises, or takes something for a call that is none."""
+
+    def read_checked(text: str) -> ReadText:
+        try:
+            found = read(text)
+        except Exception as error:  # noqa: BLE001 — a policy may sample any text, and parsers of vLLM raise anything
+            _warn_once(name, type(error).__name__)
+            return ReadText(text, [])
+        try:
+            return replace(found, calls=[call_of(*call) for call in found.calls])
+        except (ValueError, RecursionError):
+            return ReadText(text, [])
+
+    return read_checked
+
+
+@functools.cache
+def _warn_once(parser: str, error: str) -> None:
+    log.warning("event=parser_raised parser=%s error=%s such answers stay text", parser, error)
+
+
+def call_of(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
+    """Returns name and arguments of a call. Arguments may be JSON in a string, or missing.
+
+    Raises:
+        ValueError: the name is no text, or the arguments are no JSON object that every reader of JSON takes.
+    """
+    while isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
+        raise ValueError("a call is a name and an object of arguments")
+    level: list[Any] = [arguments]
+    for _ in range(MAX_NESTING):
+        level = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer)]
+        if any(isinstance(one, int) and abs(one) > sys.float_info.max for one in level):
+            raise ValueError("an integer is no number of other languages")
+        level = [one for one in level if isinstance(one, (dict, list))]
+    if level:
+        raise ValueError(f"arguments are nested deeper than {MAX_NESTING}")
+    json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    return name, arguments
 
 
 def read_plain(text: str) -> ReadText:
@@ -86,7 +144,8 @@ def read_rl_tool(text: str) -> ReadText:
     final = marked.strip() if is_closed else None
     listed = LISTED.findall(text)
     if listed:
-        return ReadText(final or "", calls_in(listed[-1].strip()) or [])
+        calls = calls_in(listed[-1].strip())
+        return ReadText(final or "", calls) if calls else ReadText(text if final is None else final, [])
     for candidate in (final, text.strip()):
         if candidate and (calls := calls_in(candidate)):
             return ReadText(final or "", calls)
@@ -105,7 +164,7 @@ def calls_in(text: str) -> list[tuple[str, Any]]:
     entries = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(entry, dict) and "name" in entry and "arguments" in entry for entry in entries):
         return []
-    return [(str(entry["name"]), entry["arguments"]) for entry in entries]
+    return [(entry["name"], entry["arguments"]) for entry in entries]
 
 
 def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> Reader:
@@ -125,8 +184,8 @@ def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> Reader:
 
     def read(text: str) -> ReadText:
         found = parser.extract_tool_calls(text, request)
-        calls = [(call.function.name, parsed_arguments(call.function.arguments)) for call in found.tool_calls]
-        return ReadText((found.content or "").strip(), calls) if found.tools_called else ReadText(text, [])
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return ReadText((found.content or "").strip(), calls) if calls else ReadText(text, [])
 
     return read
 
@@ -151,11 +210,3 @@ def thought_splitter(name: str, tokenizer: Any, kwargs: dict[str, Any]) -> Calla
         return (thought or "").strip(), (rest or "").lstrip("\n")
 
     return split
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """Decodes the arguments from JSON. Returns them unchanged if they are not valid JSON."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
