@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializerFuncti
 
 from pipelinerl.errors import DomainError, RecordError
 from pipelinerl.records import RewardMode as RewardMode
+from pipelinerl.records.check import LARGEST_NUMBER
 
 MASKED_TOKEN_ID = -100
 """Label of a token that is not trained."""
@@ -225,7 +226,7 @@ def check_result(result: Any, rewards: RewardMode = "rollout", *, trains: bool =
 
 
 def numeric_metrics(result: RolloutResult) -> dict[str, float]:
-    """Returns the numeric fields of the domain's metrics. Raises ``RecordError`` if one is not finite."""
+    """Returns the numeric fields of the domain's metrics. Raises ``RecordError`` as ``finite`` does."""
     metrics = {"reward": finite("metrics.reward", result.metrics.reward)}
     for name, value in result.metrics.model_dump().items():
         if isinstance(value, (bool, int, float, np.number, np.bool_)):
@@ -236,7 +237,7 @@ def numeric_metrics(result: RolloutResult) -> dict[str, float]:
 def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
     """Returns the reward of every text. In mode `rollout` a text without its own gets the rollout's reward.
 
-    Raises ``RecordError`` if a reward is missing in another mode, differs within mode `rollout`, or is not finite.
+    Raises ``RecordError`` if a reward is missing in another mode, differs within mode `rollout`, or is not ``finite``.
     """
     texts = result.training_texts
     said = ["reward" in text.model_fields_set for text in texts]
@@ -283,11 +284,18 @@ def check_named_rewards(metrics: Mapping[str, float], mode: RewardMode, names: I
 
 
 def finite(name: str, value: Any) -> float:
-    """Converts a domain's number to float. Raises ``RecordError`` with ``name`` for text, None, NaN and infinities."""
+    """Converts a domain's number to float.
+
+    Raises ``RecordError`` with ``name`` for text, None, NaN, infinities and what is beyond ``LARGEST_NUMBER``.
+    """
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise RecordError(f"{name} is {value!r}: it must be a finite number")
+    if not abs(number) <= LARGEST_NUMBER:
+        try:
+            shown = repr(value)[:200]
+        except ValueError:
+            shown = f"of more digits than Python writes ({type(value).__name__})"
+        raise RecordError(f"{name} is {shown}: it must be a finite number within ±{LARGEST_NUMBER:g}")
     return number

@@ -37,6 +37,7 @@ from pipelinerl.domains.judge_prompt import (
     without_control_tokens,
 )
 from pipelinerl.errors import DomainError, VerifierError
+from pipelinerl.records.check import LARGEST_NUMBER
 from pipelinerl.records.verdicts import Verdict
 
 T = TypeVar("T")
@@ -208,7 +209,7 @@ class JudgeClient:
                 said = f"{choice.message.content} (finish_reason {choice.finish_reason})"
                 if choice.finish_reason == "stop":
                     return read_opinion(choice.message.content or "", judge.levels)
-            except (msgspec.DecodeError, ValueError) as error:
+            except (ValueError, RecursionError) as error:
                 said = f"{said or answer[:300].decode(errors='replace')}: {error}"
         raise VerifierError(f"judge {judge.name} said no verdict in {TRIES} tries, the last time: {said[:500]}")
 
@@ -224,10 +225,10 @@ class JudgeClient:
         found = await self._ask(session, request)
         try:
             ((number,),) = [one.probs for one in _classes.decode(found).data]
-        except (msgspec.DecodeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             said = found[:300].decode(errors="replace")
             raise VerifierError(f"judge {self._judge.name} said no single number: {said}: {error}") from error
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST_NUMBER:
             raise VerifierError(f"judge {self._judge.name} said {number}")
         return number
 

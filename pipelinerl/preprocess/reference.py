@@ -29,6 +29,7 @@ from pipelinerl.config.servers import ScoringModel, SideModel
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, SCORES, Sample
 from pipelinerl.records import TrainingSequence
+from pipelinerl.records.check import LARGEST_NUMBER
 from pipelinerl.weights.verify.scores import Scores, score_sequences
 from pipelinerl.world import Job
 from pipelinerl.world.tls import client_context
@@ -161,8 +162,9 @@ def batches(asked: Sequence[Asked]) -> list[list[Asked]]:
 def _with_scores(sample: Sample, results: Sequence[Result], model: ScoringModel) -> Sample:
     refused = next((result for result in results if isinstance(result, RecordError)), None)
     found = [result for result in results if not isinstance(result, RecordError)]
-    if refused is None and not all(np.isfinite(values).all() for columns in found for values in columns.values()):
-        refused = RecordError(f"a log-prob of {model.name} is not finite")
+    values = [values for columns in found for values in columns.values()]
+    if refused is None and not all((np.abs(one) <= LARGEST_NUMBER).all() for one in values):
+        refused = RecordError(f"a log-prob of {model.name} is not within ±{LARGEST_NUMBER:g}")
     if refused is not None:
         log.warning("event=sample_refused sample=%s reason=%s", sample.sample_id, refused)
         return replace(sample, drop_reason=INVALID)

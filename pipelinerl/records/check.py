@@ -9,7 +9,6 @@ sample.
 The checks are cheap enough for every record: a few numpy reductions per array, no copies.
 """
 
-import math
 import numbers
 from typing import Any
 
@@ -23,6 +22,9 @@ TOKEN_FLOATS = ("logprobs", "advantages", "ref_logprobs", "teacher_logprobs")
 """Columns of a micro-batch with a float for every token. The scores of other models may be missing."""
 LARGEST_LOGPROB = 1e-6
 """A larger log-probability than rounding explains is none: something else was sent in its place."""
+LARGEST_NUMBER = 1e15
+"""Size of a reward, a metric or a log-probability beyond which it is refused as NaN is. Squares and sums are taken
+behind the check, also in float32, which ends at 3e38: a hundred million squares of this fit."""
 
 
 def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
@@ -132,8 +134,8 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int, ser
             raise RecordError(f"{where}: hinted_prompt is empty or has an id outside the vocabulary of {vocab_size}")
     if len(sequence.logprobs) != num_trained:
         raise RecordError(f"{where}: {len(sequence.logprobs)} log-probs for {num_trained} trained tokens")
-    if not np.isfinite(sequence.logprobs).all():
-        bad = _first(~np.isfinite(sequence.logprobs))
+    if not (np.abs(sequence.logprobs) <= LARGEST_NUMBER).all():
+        bad = _first(~(np.abs(sequence.logprobs) <= LARGEST_NUMBER))
         raise RecordError(f"{where}: the log-prob of trained token {bad} is {sequence.logprobs[bad]}")
     if num_trained and sequence.logprobs.max() > LARGEST_LOGPROB:
         bad = _first(sequence.logprobs > LARGEST_LOGPROB)
@@ -259,8 +261,9 @@ def _check_images(spans: np.ndarray | None, count: int, num_tokens: int, where: 
 
 
 def _check_finite_number(value: Any, name: str, where: str) -> None:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RecordError(f"{where}: {name} is {value!r}; it must be a finite number")
+    is_number = isinstance(value, numbers.Real)
+    if not (is_number and abs(value) <= LARGEST_NUMBER):
+        raise RecordError(f"{where}: {name} is {value!r}; it must be a number within ±{LARGEST_NUMBER:g}")
 
 
 def _outside_vocabulary(token_ids: np.ndarray, position: int, vocab_size: int) -> str:

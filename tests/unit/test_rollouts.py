@@ -1,6 +1,8 @@
 """What a rollout function returns is checked by field, in a domain's own tests as in the actor."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from pydantic import ConfigDict
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import DomainError, PipelineRLError, RecordError
 from pipelinerl.llm import Prompt
-from pipelinerl.rollouts import BaseMetrics, RolloutResult, numeric_metrics
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, finite, numeric_metrics
 from pipelinerl.testing import run_rollout
 from tests.says import says
 
@@ -70,6 +72,16 @@ async def test_run_rollout_returns_a_right_result() -> None:
         (with_metric(None), RecordError, "metrics.reward is None"),
         (with_metric(math.inf), RecordError, "metrics.reward is inf"),
         (with_metric(10**400), RecordError, "metrics.reward is 1000"),
+        (with_metric(10**5000), RecordError, r"metrics.reward is of more digits than Python writes \(int\)"),
+        (with_metric(1e300), RecordError, r"metrics.reward is 1e\+300: it must be a finite number within ±1e\+15"),
+        (with_metric(-1.1e15), RecordError, "metrics.reward is -1100000000000000.0"),
+        (with_metric(np.float32(1e30)), RecordError, "metrics.reward is "),
+        (with_metric(Decimal("1e16")), RecordError, "metrics.reward is Decimal"),
+        (with_metric(Decimal("sNaN")), RecordError, "metrics.reward is Decimal"),
+        (with_metric(Fraction(10**400, 3)), RecordError, "metrics.reward is Fraction"),
+        (with_metric(np.array([1.0, 2.0])), RecordError, "metrics.reward is array"),
+        (with_reward(1e16), RecordError, r"training_texts\[0\].reward is 1e\+16"),
+        (with_reward(-(10**16)), RecordError, r"training_texts\[0\].reward is -1"),
         (without_texts, RecordError, "training_texts is empty"),
     ],
 )
@@ -78,6 +90,21 @@ async def test_run_rollout_refuses_what_the_actor_refuses(
 ) -> None:
     with pytest.raises(kind, match=message):
         await run_rollout(returning(change), {}, ["yes"])
+
+
+@pytest.mark.parametrize("value", [1e300, -1e16, 10**400, np.float64(2e15), np.int64(2**62), np.nan])
+def test_numeric_metrics_of_any_type_are_refused_beyond_the_bound(value: Any) -> None:
+    class Metrics(BaseMetrics):
+        model_config = ConfigDict(extra="allow")
+
+    metrics = Metrics(reward=1, success=True, no_error=True, no_answer=False, **{"length": value})
+    with pytest.raises(RecordError, match=r"metrics.length is "):
+        numeric_metrics(RolloutResult(training_texts=[], metrics=metrics, latency=0.0))
+
+
+@pytest.mark.parametrize("value", [1e15, -1e15, 10**15, np.float32(-9e14), True, Decimal("-1e15"), 0, -0.0, 5e-324])
+def test_numbers_up_to_the_bound_are_taken(value: Any) -> None:
+    assert finite("x", value) == float(value)
 
 
 def test_numeric_metrics_are_numbers_of_every_type() -> None:

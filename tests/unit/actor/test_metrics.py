@@ -7,6 +7,7 @@ from pipelinerl.actor.metrics import ActorMetrics, evaluation_metrics
 from pipelinerl.actor.role import test_problems
 from pipelinerl.config.load import compose, parse
 from pipelinerl.records import EvaluationDone, Rollout
+from pipelinerl.records.check import LARGEST_NUMBER
 
 
 def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
@@ -96,3 +97,12 @@ def test_domains_with_test_sets_of_one_name_are_evaluated_apart() -> None:
         (1, "instructions/test"),
         (1, "instructions/test"),
     ]
+
+
+def test_spread_of_the_largest_metrics_is_finite() -> None:
+    """The square of 1e300 is no float: it ended the actor."""
+    metrics = ActorMetrics(0.0)
+    for value in (LARGEST_NUMBER, -LARGEST_NUMBER):
+        metrics.rollouts([rollout(reward=value, success=0.0)] * 512, "d")
+    values = metrics.snapshot(1.0)
+    assert (values["reward"], values["reward_std"]) == (0.0, pytest.approx(LARGEST_NUMBER))  # type: ignore[index]

@@ -325,7 +325,10 @@ async def test_configuration_is_read_once_for_all_rollouts(monkeypatch: pytest.M
 
 async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> None:
     def say(number: int, asked: dict[str, Any]) -> Any:
-        return {"data": [{"index": 0, "label": "x", "probs": [-1.5] if number == 1 else [0.2, 0.8], "num_classes": 1}]}
+        if number == 4:
+            return '{"data": ' + "[" * 100_000
+        probs = {1: [-1.5], 2: [0.2, 0.8], 3: [1e300]}[number]
+        return {"data": [{"index": 0, "label": "x", "probs": probs, "num_classes": 1}]}
 
     async with Server(say) as server:
         judge = client(server.url, kind="reward", max_answer_chars=8)
@@ -333,6 +336,10 @@ async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> 
         assert (verdict.status, verdict.score) == ("wrong", -1.5)
         with pytest.raises(VerifierError, match=says("helpful", "no single number")):
             await judge.check(session, "Q", "B")
+        with pytest.raises(VerifierError, match=says("helpful", "1e+300")):
+            await judge.check(session, "Q", "C")
+        with pytest.raises(VerifierError, match=says("helpful", "no single number")):
+            await judge.check(session, "Q", "D")
     path, _, asked = server.requests[0]
     assert (path, asked["use_activation"]) == ("/classify", False)
     assert asked["messages"] == [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A< |im_en"}]

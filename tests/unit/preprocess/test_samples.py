@@ -15,7 +15,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.collate import Members, rollout_weights
 from pipelinerl.preprocess.intake import Intake, _Pending
-from pipelinerl.preprocess.reference import REFERENCE
+from pipelinerl.preprocess.reference import REFERENCE, _with_scores
 from pipelinerl.preprocess.samples import (
     Sample,
     Shaping,
@@ -224,3 +224,10 @@ def test_group_that_scoring_makes_smaller_is_counted_again_also_after_a_restart_
     intake._models = [REFERENCE]
     (left,) = intake.next_samples()
     assert (left.source, left.group_size, left.group_tokens) == ((0, 2), 2, 16)
+
+
+@pytest.mark.parametrize(("logprob", "reason"), [(-1e15, None), (-1.1e15, "invalid"), (-3e38, "invalid")])
+def test_score_beyond_the_bound_is_refused_as_nan_is(logprob, reason):
+    (sample,) = prepare_group(0, group(grown(2)), SHAPING)
+    found = _with_scores(sample, [{"ref_logprobs": np.array([-1.0, logprob], np.float32)}], REFERENCE)
+    assert found.drop_reason == reason

@@ -104,6 +104,18 @@ def test_check_group_rollout_that_trains_nothing_is_no_reason_to_refuse_its_grou
             says("attempt 0", "reward", "inf"),
         ),
         (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=-1e300),)},
+            says("attempt 0", "reward", "-1e+300", "±1e+15"),
+        ),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=10**400),)},
+            says("attempt 0", "reward"),
+        ),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps", text_rewards=(1.0, 2e15)),)},
+            says("attempt 0", "text 1", "2000000000000000.0"),
+        ),
+        (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps", text_rewards=(1.0, float("nan"))),)},
             says("attempt 0", "text 1", "nan"),
         ),
@@ -138,6 +150,7 @@ def test_check_group_with_a_bad_member_is_refused_with_its_identity(fields: dict
         ({"logprobs": np.append(SEQUENCE.logprobs, np.float32(0))}, says("4 log-probs", "3 trained tokens")),
         ({"logprobs": changed(SEQUENCE.logprobs, 1, np.nan)}, says("log-prob", "token 1", "nan")),
         ({"logprobs": changed(SEQUENCE.logprobs, 2, -np.inf)}, says("log-prob", "token 2", "-inf")),
+        ({"logprobs": changed(SEQUENCE.logprobs, 2, -3e38)}, says("log-prob", "token 2", "-3")),
         (
             {"logprobs": changed(SEQUENCE.logprobs, 2, 0.25)},
             says("log-prob", "token 2", "token id 15", "position 5", "0.25", "unnamed server"),
