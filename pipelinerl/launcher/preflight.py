@@ -5,12 +5,13 @@ separate process with a deadline, so that neither its imports nor its bugs reach
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,6 +66,15 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     return list(verdict["warnings"])
 
 
+@contextlib.contextmanager
+def in_time(what: str) -> Iterator[None]:
+    """Refuses the configuration if the helper process in the block does not end in time."""
+    try:
+        yield
+    except subprocess.TimeoutExpired as slow:
+        raise ConfigError(f"{what} has not ended after {slow.timeout:g} s: correct it, or free the machine") from slow
+
+
 def check_objective(config: Config, container: Mapping[str, Any]) -> None:
     """Try the policy loss, and an advantage that the user wrote, in a separate process.
 
@@ -73,9 +83,11 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
     if objective_is_default(config):
         return
     argv = [sys.executable, "-m", "pipelinerl.launcher.objective_check"]
-    code, output, errors = run_helper(
-        argv, timeout_s=OBJECTIVE_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
-    )
+    rl = config.finetune.rl
+    with in_time(f"the trial of `finetune.rl.policy_loss` {rl.policy_loss} and `finetune.rl.advantage` {rl.advantage}"):
+        code, output, errors = run_helper(
+            argv, timeout_s=OBJECTIVE_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
+        )
     if code != 0 or not output.strip():
         last = (errors.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"the objective's code ended the process that tried it ({describe_exit(code)}): {last}")
@@ -152,7 +164,8 @@ def check_companions() -> None:
         if _kind_of_build(package) in (None, kind):
             continue
         argv = [sys.executable, "-c", f"import {package}"]
-        code, _, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
+        with in_time(f"the import of the installed {package}"):
+            code, _, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
         if code != 0:
             last = (errors.strip().splitlines() or ["no message"])[-1]
             raise ConfigError(
@@ -279,7 +292,8 @@ def check_architecture(config: Config) -> None:
     argv += ["--has-reference"] * (config.world.preprocessor_fraction > 0)
     argv += ["--divides-experts"] * ((finetune.expert_ranks or 1) > 1)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
-    code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
+    with in_time(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation"):
+        code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
     if code != 0 or not output.strip():
         last = (errors.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {last}")

@@ -210,7 +210,12 @@ class Reaper:
         with contextlib.suppress(BrokenPipeError):
             self._write_line("done")
         self._close_pipe()
-        if self._process.wait(timeout=DISMISS_S) != 0:
+        try:
+            code = self._process.wait(timeout=DISMISS_S)
+        except subprocess.TimeoutExpired:  # it goes on by itself
+            log.warning("event=temporary_large folder=%s it is still being removed", self.temporary)
+            return
+        if code != 0:
             subprocess.run(["rm", "-rf", "--", self.temporary], stderr=subprocess.DEVNULL, check=False)
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
+from pipelinerl.launcher import preflight
 from pipelinerl.launcher.preflight import _is_plain, check_companions, check_context, check_judges
 from tests.says import says
 
@@ -115,3 +116,27 @@ def test_context_of_a_judge_elsewhere_is_not_known(tmp_path: Path) -> None:
     judge = "{name: helpful, model_path: gpt, url: 'https://host/v1', max_tokens: 100000}"
     config = parse(compose("base", [f"judges=[{judge}]", f"model_path={tmp_path}", f"output_dir={tmp_path}"]))
     assert check_judges(config) == []
+
+
+def test_loss_that_never_returns_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "OBJECTIVE_TIMEOUT_S", 0.2)
+    own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", "finetune.rl.policy_loss=my.loss"]
+    with pytest.raises(ConfigError, match=says("finetune.rl.policy_loss", "my.loss", "has not ended after 0.2 s")):
+        preflight.check_objective(parse(compose("base", own)), {})
+
+
+def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "COMPARE_TIMEOUT_S", 0.2)
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
+    with pytest.raises(ConfigError, match=says("model_path", str(tmp_path), "has not ended after 0.2 s")):
+        preflight.check_architecture(parse(compose("base", own)))
+
+
+def test_companion_whose_import_never_ends_is_refused_in_one_line(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "COMPARE_TIMEOUT_S", 0.2)
+    write(installed, "torchvision", "0.28.0", "import time; time.sleep(600)")
+    with pytest.raises(ConfigError, match=says("torchvision", "has not ended after 0.2 s")):
+        check_companions()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher import reaper, run_dir
+from pipelinerl.launcher import processes, reaper, run_dir
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
 
 SLEEP = "import time; time.sleep(600)"
@@ -187,6 +187,20 @@ async def test_reaper_that_is_killed_is_replaced_and_the_run_ends_in_order() -> 
         await asyncio.sleep(0.01)
     keeping.cancel()
     watch.dismiss()
+    assert not os.path.exists(watch.temporary)
+
+
+def test_reaper_that_is_slow_to_remove_a_large_folder_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished run ended in a traceback after 30 s. The reaper is stopped here in place of a slow disk."""
+    monkeypatch.setattr(processes, "DISMISS_S", 0.05)
+    watch = Reaper(RunMark(), grace_s=0)
+    watch._process.send_signal(signal.SIGSTOP)
+    watch.dismiss()
+    assert f"event=temporary_large folder={watch.temporary}" in caplog.text
+    watch._process.send_signal(signal.SIGCONT)
+    assert watch._process.wait(timeout=60) == 0
     assert not os.path.exists(watch.temporary)
 
 
