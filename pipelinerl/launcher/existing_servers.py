@@ -3,8 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from pipelinerl.config.environment import SECRET_VARIABLE
@@ -21,6 +23,12 @@ TIMEOUT_S = 60.0
 REFUSED, UNKNOWN = (401, 403), (404, 405)
 
 _codec: Codec[AnswerRequest] = Codec(AnswerRequest)
+
+
+class _Models(msgspec.Struct):
+    """The part of `/v1/models` that is read."""
+
+    data: list[dict[str, Any]]
 
 
 def check_existing(config: Config, env: Mapping[str, str] = os.environ) -> list[str]:
@@ -43,6 +51,7 @@ def _check(client: httpx.Client, url: str, config: Config) -> list[str]:
     request = AnswerRequest(token_ids=np.zeros(2, dtype=np.int32), scores=True)
     try:
         status = client.post(url + ANSWER_PATH, content=_codec.encode(request)).status_code
+        models = client.get(f"{url}/v1/models") if status == httpx.codes.OK else None
     except httpx.HTTPError as error:
         raise ConfigError(
             f"{key}, which does not answer ({type(error).__name__}); debug.mode=servers starts servers and says their "
@@ -52,10 +61,13 @@ def _check(client: httpx.Client, url: str, config: Config) -> list[str]:
         raise ConfigError(f"{key}, which wants a secret: set {SECRET_VARIABLE} to that of its run")
     if status in UNKNOWN:
         raise ConfigError(f"{key}, which is no server of this project; debug.mode=servers starts servers")
-    if status != httpx.codes.OK:
+    if models is None:
         raise ConfigError(f"{key}, which answers a request with status {status}; see its log")
-    models = client.get(f"{url}/v1/models")
-    entries = models.json()["data"] if models.status_code == httpx.codes.OK else []
+    try:
+        entries = msgspec.json.decode(models.content, type=_Models).data
+    except (ValueError, RecursionError):
+        said = f"status {models.status_code} at /v1/models"
+        return [f"{url} does not say which model it serves ({said}): is it that of model_path?"]
     return [warning for entry in entries for warning in compare(url, entry, config)]
 
 

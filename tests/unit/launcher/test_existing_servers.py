@@ -1,13 +1,18 @@
 """Servers that somebody else runs: a warning for another model. `integration/test_debug_modes.py` asks real ones."""
 
 import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher.existing_servers import compare
+from pipelinerl.launcher.existing_servers import check_existing, compare
 from tests.says import says
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
@@ -48,3 +53,63 @@ def test_server_with_other_factors_of_longrope_is_refused(
         return
     with pytest.raises(ConfigError, match=says("max_model_len", served, wanted, 4096)):
         compare("http://a:1", {"max_model_len": served}, config)
+
+
+class Answers:
+    """A server that takes scores, and answers `/v1/models` with these bytes. None: it closes the connection."""
+
+    def __init__(self, models: bytes | None, status: int = 200) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.answer(b"", 200)
+
+            def do_GET(self) -> None:
+                if models is None:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    self.answer(models, status)
+
+            def answer(self, body: bytes, status: int) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def __enter__(self) -> Config:
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return parse(compose("base", [*REQUIRED, f"debug.existing_llms=[{self.url}]"]))
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{}", 200),
+        (b"", 200),
+        (b"<html>", 200),
+        (b'{"data": null}', 200),
+        (b'{"data": [7]}', 200),
+        (b'{"object": "\xff"}', 200),
+        (b"[" * 100_000, 200),
+        (b"{}", 404),
+    ],
+)
+def test_server_that_does_not_say_its_model_is_a_warning(body: bytes, status: int) -> None:
+    with Answers(body, status) as cfg:
+        (warning,) = check_existing(cfg, {})
+    assert "does not say which model it serves" in warning
+    assert f"status {status} at /v1/models" in warning
+
+
+def test_server_that_is_lost_after_its_first_answer_is_refused() -> None:
+    with Answers(None) as cfg, pytest.raises(ConfigError, match=says("debug.existing_llms", "does not answer")):
+        check_existing(cfg, {})
