@@ -94,12 +94,15 @@ TRAITS = {
 
 
 def engine_of(config: Config, ranks: int) -> str:
-    """Returns the short or dotted name of the engine for this number of ranks. `auto` shards nothing for one rank."""
+    """Returns the short or dotted name of the engine for this number of ranks.
+
+    For one rank `auto` is `ddp`, unless a key is set that only the sharded engine reads.
+    """
     if config.finetune.engine != "auto":
         return config.finetune.engine
-    if ranks == 1:
-        return "ddp"
-    return "fsdp2" if config.use_fsdp else "deepspeed" if config.use_deepspeed else "ddp"
+    name = "fsdp2" if config.use_fsdp else "deepspeed" if config.use_deepspeed else "ddp"
+    is_needed = ranks > 1 or any(getattr(config.finetune, key) for key in TRAITS[name].reads)
+    return name if is_needed else "ddp"
 
 
 def engine_class(name: str) -> Any:

@@ -192,7 +192,7 @@ class FinetuneSection(Section):
     engine: str = key(
         "auto",
         "`ddp`, `deepspeed`, `fsdp2`, or the dotted name of a class of yours ([guide](guides/engine.md)). auto = by "
-        "`use_deepspeed` and `use_fsdp`, and `ddp` for one rank",
+        "`use_deepspeed` and `use_fsdp`, and `ddp` for one rank unless a key of fsdp2 is set",
         may_change=True,
         pattern=ENGINE_PATTERN,
     )

@@ -147,6 +147,7 @@ NEEDED = {
     "teacher_logprobs": "name a model in `teachers`",
     "values": "set `finetune.rl.advantage` to value",
     "entropy": "the caller has to pass it",
+    "segments": "the caller has to pass them",
     "rewards": "the caller has to pass them",
     "lag": "the caller has to pass it",
 }

@@ -4,6 +4,8 @@ import pytest
 
 from pipelinerl.config.engine import deepspeed_file, engine_of, zero_stage
 from pipelinerl.config.load import compose, parse
+from pipelinerl.config.objectives import TOKEN_ARGUMENTS
+from pipelinerl.finetune.rl.objective import NEEDED
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 
@@ -16,6 +18,10 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
         (["use_deepspeed=false"], 2, "ddp"),
         (["use_deepspeed=false", "use_fsdp=true"], 2, "fsdp2"),
         (["use_deepspeed=false", "use_fsdp=true"], 1, "ddp"),
+        (["use_deepspeed=false", "use_fsdp=true", "finetune.cpu_offload=true"], 1, "fsdp2"),
+        (["use_deepspeed=false", "use_fsdp=true", "finetune.cpu_offload=auto"], 1, "fsdp2"),
+        (["use_deepspeed=false", "use_fsdp=true", "finetune.shard_gradients=true"], 1, "fsdp2"),
+        (["use_deepspeed=false", "finetune.cpu_offload=true"], 1, "ddp"),
         (["finetune.engine=fsdp2"], 1, "fsdp2"),
     ],
 )
@@ -30,3 +36,7 @@ def test_deepspeed_file_may_lie_anywhere(tmp_path) -> None:
     assert zero_stage(own) == 1
     assert zero_stage(parse(compose("base", REQUIRED))) == 3
     assert zero_stage(parse(compose("base", [*REQUIRED, "deepspeed_config=nowhere"]))) == 0
+
+
+def test_every_figure_that_a_loss_may_name_says_what_computes_it() -> None:
+    assert set(NEEDED) == set(TOKEN_ARGUMENTS)
