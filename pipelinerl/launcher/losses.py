@@ -14,6 +14,7 @@ from pipelinerl.launcher.processes import describe_exit
 from pipelinerl.membership.joining import JOINING
 from pipelinerl.membership.lease import EndKind
 from pipelinerl.membership.role import EXIT_DISK_FULL, EXIT_FAILED, EXIT_LEFT
+from pipelinerl.world.placement import SERVER_KINDS
 
 MAX_BACKOFF_S = 30.0
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
@@ -135,7 +136,7 @@ def decide(loss: Loss) -> Decision:
 
 
 def _after_process(loss: ProcessLost) -> Decision:
-    if loss.code == EXIT_LEFT and loss.kill_reason is None:
+    if loss.code == EXIT_LEFT and loss.kill_reason is None and loss.kind in SERVER_KINDS:  # no other can be asked
         return Decision(action="continue", reason="it left the run as it was asked to")
     if loss.code == EXIT_DISK_FULL and loss.kill_reason is None:
         return Decision(action="wait", reason="no space is left where it writes")
