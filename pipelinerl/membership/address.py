@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, redis_password
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE, redis_password
 from pipelinerl.config.paths import RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError
-from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
+from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError, StoreRefusedError
 from pipelinerl.world.disk import replace_file
 from pipelinerl.world.map import WORLD_FILE, WorldMap
 from pipelinerl.world.tls import redis_options
@@ -104,11 +104,16 @@ def publish_run(address: RedisAddress, run_dir: Path) -> None:
     store.publish_documents({name: (run_dir / path).read_bytes() for name, path in DOCUMENTS.items()})
 
 
+def refused_by(error: StoreRefusedError) -> ConfigError:
+    """The refusal of a process that does not know the run's secret, which waiting cannot mend."""
+    return ConfigError(f"{error}: set {SECRET_VARIABLE} (or {REDIS_PASSWORD_VARIABLE}) to that of the run")
+
+
 def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Path:
     """Wait until the run is published at this address, copy it into the folder, and return the folder.
 
     Raises:
-        ConfigError: the folder belongs to another run.
+        ConfigError: the folder belongs to another run, or the server refuses this process's password.
         DeadlineError: within `wait_s` the server did not answer, or the run was not published.
     """
     from pipelinerl.membership.redis import RedisStore
@@ -125,6 +130,8 @@ def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Pa
     while True:
         try:
             documents = store.documents()
+        except StoreRefusedError as error:
+            raise refused_by(error) from error
         except StoreAwayError as error:
             documents, reason = {}, str(error)
         if documents.keys() >= DOCUMENTS.keys():

@@ -11,11 +11,12 @@ from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import first_capacity
 from pipelinerl.errors import ConfigError, DeadlineError
-from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run, open_store, parse_address
+from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run, open_store, parse_address, refused_by
 from pipelinerl.membership.joining import JOINING, Whereabouts, claim_name, job_of, reach_of, split_name
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.registration import Registration, new_incarnation
-from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+from pipelinerl.membership.role import own_rank
+from pipelinerl.membership.stores import LeaseStore, StoreAwayError, StoreRefusedError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.placement import PARTS, SERVER_KINDS
@@ -119,6 +120,8 @@ def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_
     while True:
         try:
             return claim_name(kind, world, store, incarnation, ttl_s)
+        except StoreRefusedError as error:
+            raise refused_by(error) from error
         except StoreAwayError as error:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"no name for a new {kind} within {WAIT_S:g} s: {error}") from error
@@ -133,7 +136,7 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
         on_taken: called when another process takes the role's name.
     """
     registration = None
-    if entry.job.kind not in WITHOUT_LEASE and os.environ.get("RANK", "0") == "0":
+    if entry.job.kind not in WITHOUT_LEASE and own_rank(entry.job.name) == 0:
         registration = Registration(
             entry.store, first_lease(entry), life=life, on_taken=on_taken, is_claimed=entry.is_claimed
         )

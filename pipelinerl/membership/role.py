@@ -227,5 +227,10 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def status_name(job_name: str) -> str:
     """Name of this process's status. Ranks above 0 of a distributed job have their own: `finetune_0.rank1`."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = own_rank(job_name)
     return f"{job_name}.rank{rank}" if rank else job_name
+
+
+def own_rank(job_name: str) -> int:
+    """Rank of this process in its job. Only the trainer has several. A platform's `RANK` says nothing of other jobs."""
+    return int(os.environ.get("RANK", "0")) if job_name.startswith("finetune") else 0

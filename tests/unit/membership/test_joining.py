@@ -1,5 +1,6 @@
 """Addresses of runs, and the job of a role that starts alone."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,13 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, WorldError
+from pipelinerl.membership import address, entry
 from pipelinerl.membership.address import RedisAddress, fetch_run, parse_address
 from pipelinerl.membership.entry import part_name
 from pipelinerl.membership.joining import Whereabouts, claim_name, job_of, reach_of, read_span
 from pipelinerl.membership.lease import Lease
-from pipelinerl.membership.stores import FolderStore
+from pipelinerl.membership.role import status_name
+from pipelinerl.membership.stores import FolderStore, StoreRefusedError
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.cluster import Node
 from tests.says import says
@@ -134,3 +137,43 @@ def test_free_names_begin_behind_the_world(tmp_path: Path) -> None:
 def test_run_on_loopback_is_joined_on_loopback() -> None:
     assert reach_of(world(), [("10.0.0.1", 1)]) == "127.0.0.1"
     assert reach_of(world("10.0.0.1"), [("127.0.0.1", 1)]) == "127.0.0.1"
+
+
+class Refusing:
+    """A store that does not know this process's password."""
+
+    def documents(self) -> dict[str, bytes]:
+        raise StoreRefusedError("redis at h:1 refuses the password: WRONGPASS")
+
+    leases = claim = documents
+
+
+def test_password_that_is_refused_ends_the_wait_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "open_store", lambda where: Refusing())
+    monkeypatch.setattr("pipelinerl.membership.redis.RedisStore", Refusing)
+    said = says("refuses the password", "PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD")
+    with pytest.raises(ConfigError, match=said):
+        fetch_run(RedisAddress("h", 1, "x"), tmp_path, wait_s=0.0)
+    monkeypatch.setattr(entry, "WAIT_S", 0.0)
+    with pytest.raises(ConfigError, match=said):
+        entry._claim("actor_llm", world(), Refusing(), "a", 5.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "leases"),
+    [("actor_llm_5", "3", 1), ("verifier_0", "1", 1), ("finetune_0", "0", 1), ("finetune_0", "3", 0)],
+)
+def test_rank_in_the_environment_is_the_trainers_alone(
+    name: str, rank: str, leases: int, cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Platforms set it for what they start. A server that joined there got no lease, and said nothing."""
+    monkeypatch.setenv("RANK", rank)
+    job = Job(name=name, kind=name.rpartition("_")[0], url="http://h:1")
+    store = FolderStore(tmp_path)
+    own = entry.Entry(run_dir=tmp_path, cfg=cfg, world=world(), job=job, store=store, incarnation="a", is_claimed=False)
+    membership = entry.take_part(own, time.monotonic, lambda: None)
+    try:
+        assert (membership.registration is not None) == bool(leases)
+    finally:
+        membership.close()
+    assert status_name(name) == (name if leases else f"{name}.rank{rank}")
