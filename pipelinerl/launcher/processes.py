@@ -25,7 +25,7 @@ from typing import IO
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.observability.status import STATUS_DIR
+from pipelinerl.observability.status import STATUS_DIR, read_statuses
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,14 @@ class Host:
     def processes_of(self, name: str) -> list[int]:
         """Return the pids of a role's processes in all sessions."""
         return reaper.marked_processes(self.mark.role(name))
+
+    def ranks_of(self, name: str) -> list[int]:
+        """Return the pids of a role's ranks out of their status files, if they are processes of this node's run.
+
+        A file may be of another node or of an earlier process, whose number a stranger has now.
+        """
+        ours, statuses = set(self.processes_of(name)), read_statuses(self.run_dir).items()
+        return [s.pid for job, s in statuses if (job == name or job.startswith(f"{name}.rank")) and s.pid in ours]
 
     def all_processes(self) -> list[int]:
         return reaper.marked_processes(self.mark.run)

@@ -19,7 +19,6 @@ from pipelinerl.launcher.commands import CommandOf, inherited_environment
 from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, stop_roles, wait_for_exit
 from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S
-from pipelinerl.observability.status import read_statuses
 from pipelinerl.world import WorldMap
 from pipelinerl.world.home import writable_folders
 
@@ -71,9 +70,7 @@ class RoleActor:
         """Send the role SIGTERM and wait. After ``limit_s`` it is killed."""
         if self._host is None or self._process is None:
             return
-        name, ours = self._place.job, set(self._host.processes_of(self._place.job))
-        statuses = read_statuses(self._host.run_dir).items()
-        ranks = [s.pid for job, s in statuses if (job == name or job.startswith(f"{name}.rank")) and s.pid in ours]
+        name, ranks = self._place.job, self._host.ranks_of(self._place.job)
         await asyncio.to_thread(stop_roles, {name: self._process}, {name: limit_s}, {name: ranks}, lambda: False)
         await self.kill()
 

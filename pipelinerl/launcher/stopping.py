@@ -72,11 +72,7 @@ class Stopper:
     def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float, may_save: bool) -> list[str]:
         """Ask these roles to end and return those that did not. A trainer with an unsaved step gets time to save it."""
         statuses = read_statuses(self._host.run_dir)
-        ranks = {
-            name: [status.pid for job, status in statuses.items() if job == name or job.startswith(f"{name}.rank")]
-            for name in running
-            if name.startswith("finetune_")
-        }
+        ranks = {name: self._host.ranks_of(name) for name in running if name.startswith("finetune_")}
         saving = {name for name in running if may_save and name in statuses and is_to_save(name, statuses[name])}
         if saving:
             self._say(

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,9 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import processes, reaper, run_dir
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
+from pipelinerl.launcher.stopping import Stopper
+from pipelinerl.observability.status import STATUS_DIR
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
@@ -309,3 +313,29 @@ def test_folder_of_a_launcher_that_was_killed_with_its_reaper_is_removed_by_the_
     assert left == {Path(resumed.temporary).name, Path(neighbour.temporary).name, "prl-of-nobody", "prl-link"}
     for each in (resumed, neighbour, killed):
         each.dismiss()
+
+
+def test_stop_signals_the_ranks_of_this_run_and_no_stranger_whose_number_a_status_file_names(tmp_path: Path) -> None:
+    """Files of another node's ranks, or of a process that is gone, hold numbers that others have here."""
+    mark = RunMark()
+    host = Host(run_dir=tmp_path, environment={}, mark=mark)
+    role, rank = (start(SLEEP, mark, "finetune_0") for _ in range(2))
+    other, stranger = start(SLEEP, mark, "actor_0"), start(SLEEP, None)
+    names = ["finetune_0", "finetune_0.rank1", "finetune_0.rank8", "finetune_0.rank9"]
+    for name, process in zip(names, (role, rank, other, stranger), strict=True):
+        times = dict.fromkeys(("started", "heartbeat", "progress_at", "progress_count"), 0)
+        fields = {"job": name, "state": "running", "pid": process.pid, "hostname": "h", "waits": [], "fields": {}}
+        (tmp_path / STATUS_DIR).mkdir(exist_ok=True)
+        (tmp_path / STATUS_DIR / f"{name}.json").write_text(json.dumps(times | fields))
+    try:
+        assert sorted(host.ranks_of("finetune_0")) == sorted([role.pid, rank.pid])
+        stopper = Stopper(host, parse(compose("quickstart", [f"output_dir={tmp_path}"])).launcher, lambda line: None)
+        assert stopper._stop_wave({"finetune_0": role}, 60, may_save=False) == []
+        assert [close(role), close(rank)] == [-signal.SIGTERM] * 2
+        assert [other.poll(), stranger.poll()] == [None, None]
+    finally:
+        for process in (role, rank, other, stranger):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
