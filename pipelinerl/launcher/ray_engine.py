@@ -7,6 +7,7 @@ ends badly all are ended, because they meet anew, perhaps at another address. Th
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -117,9 +118,7 @@ class RayEngine:
                 placed = next(p for p in self._placed.values() if job in (j.name for j in p.unit.jobs))
                 placed.kill_reason = reason
                 log.warning("event=job_killed job=%s reason=%s", job, reason)
-                await asyncio.gather(
-                    *(value_of(actor.kill.remote()) for actor in placed.actors), return_exceptions=True
-                )
+                await self._kill(placed)
 
     def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         for placed in self._placed.values():
@@ -163,6 +162,7 @@ class RayEngine:
         except ray.exceptions.RayActorError as error:
             log.warning("event=ray_actor_lost unit=%s reason=%s", placed.unit.name, error)
             nodes = set(placed.nodes)
+            await self._kill(placed)  # new ranks need the GPUs and the port of those on other nodes
             self._remove(placed)
             if not await self._is_lost(nodes):
                 return RoleExit(code=EXIT_FAILED, kill_reason="Ray ended its worker")
@@ -184,9 +184,15 @@ class RayEngine:
             if result.code:
                 break
         if result.code:
-            await asyncio.gather(*(value_of(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
+            await self._kill(placed)
             await asyncio.gather(*runs, return_exceptions=True)
         return RoleExit(code=result.code, kill_reason=placed.kill_reason or result.kill_reason)
+
+    async def _kill(self, placed: Placed) -> None:
+        """End the processes of a unit, and wait until they have ended wherever an actor answers."""
+        kills = [value_of(actor.kill.remote()) for actor in placed.actors]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*kills, return_exceptions=True), STOP_MARGIN_S)
 
     def _make_actors(self, placed: Placed) -> None:
         import ray

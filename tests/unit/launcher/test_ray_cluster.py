@@ -1,5 +1,6 @@
 """What the launcher asks of a Ray cluster, and what it makes of Ray's answer."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +106,40 @@ async def test_trainer_moves_unless_no_node_can_take_it(
     assert decision.action == action
     if action == "end":
         assert decision.reason == "its node is lost, and the cluster that the launcher started has no other"
+
+
+async def test_ranks_that_are_left_have_ended_before_their_unit_is_placed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One node is lost and one does not answer. The ranks of the third hold its GPUs until they are dead."""
+    ray = pytest.importorskip("ray")
+    done: list[str] = []
+
+    def actor(name: str, error: Exception | None = None) -> Any:
+        def kill() -> Future[None]:
+            done.append(name)
+            future: Future[None] = Future()
+            if error is not None:
+                future.set_exception(error)
+            elif name != "silent":
+                future.set_result(None)
+            return future
+
+        return SimpleNamespace(kill=SimpleNamespace(remote=lambda: SimpleNamespace(future=kill)))
+
+    lost = ray.exceptions.RayActorError()
+    monkeypatch.setattr(ray_engine, "STOP_MARGIN_S", 0.1)
+    trainer = Unit(jobs=(Job(name="finetune_0", kind="finetune"),), bundles=({"CPU": 1.0},))
+    actors = [actor("gone", lost), actor("silent"), actor("left")]
+    placed = Placed(trainer, group=object(), nodes=("n1",), actors=actors)
+    engine = RayEngine.__new__(RayEngine)
+    engine._limits, engine._placed = SimpleNamespace(ray_address="h:1"), {"finetune_0": placed}
+
+    async def lose(_: Placed) -> None:
+        raise lost
+
+    monkeypatch.setattr(engine, "_run_once", lose)
+    monkeypatch.setattr(engine, "_remove", lambda placed: done.append("removed"))
+    monkeypatch.setattr(ray_engine, "alive_nodes", list)
+    assert decide(await engine._run(placed)).action == "move"
+    assert done == ["gone", "silent", "left", "removed"]
