@@ -31,8 +31,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from pipelinerl.config.environment import JUDGE_KEY_VARIABLE
 from pipelinerl.config.sections import JudgeSection
-from pipelinerl.domains.judge_client import CHAT_PATH, KEY_VARIABLE, JudgeClient
+from pipelinerl.domains.judge_client import CHAT_PATH, JudgeClient
 from pipelinerl.domains.judge_prompt import mark_of
 
 QUESTION, REFERENCE, RIGHT, WRONG = "What is 17 + 25?", "42", "It is 42.", "It is 41."
@@ -185,7 +186,7 @@ class GullibleJudge:
 
 async def scores_of(judge: JudgeSection, answers: Sequence[str]) -> list[float]:
     """Scores of answers, all asked afresh."""
-    client = JudgeClient(judge, [str(judge.url)], key=os.environ.get(KEY_VARIABLE, ""))
+    client = JudgeClient(judge, [str(judge.url)], key=os.environ.get(JUDGE_KEY_VARIABLE, ""))
     async with aiohttp.ClientSession() as session:
         verdicts = await asyncio.gather(*(client.check(session, QUESTION, answer, REFERENCE) for answer in answers))
     return [verdict.score for verdict in verdicts]

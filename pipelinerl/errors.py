@@ -20,11 +20,23 @@
 Users catch ``PipelineRLError``. Messages name the key, the value received, the constraint and the fix.
 """
 
+import re
 import sys
 from collections.abc import Callable
 
 EXIT_REFUSED = 2
 """Exit code of a program that refuses its command line, its configuration or the run folder. A restart cannot help."""
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, signs for the direction of writing, other ends of lines, half characters."""
+
+
+def visible(text: str) -> str:
+    """Returns the text with a picture in place of each control character, or U+FFFD: none has an effect on a terminal.
+
+    >>> visible("\\x1b[2J\\r")
+    '␛[2J␍'
+    """
+    return CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] < " " else "\ufffd", text)
 
 
 def told_in_one_line(main: Callable[[], int]) -> int:
@@ -32,7 +44,7 @@ def told_in_one_line(main: Callable[[], int]) -> int:
     try:
         return main()
     except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
 
 

@@ -33,7 +33,7 @@ UNCOMPARED_SIGNALS = 0b11 << 31 | 1 << signal.SIGALRM - 1  # 32 and 33 are the C
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 CHOSEN = (("pipelinerl.streams.api", "_backend"), ("pipelinerl.finetune.attention", "_announced"))
 """Variables that product code sets for its whole process before it uses them. `restore_choices` puts them back."""
-CACHES = (("pipelinerl.world.network", "_looked_up"),)
+CACHES = (("pipelinerl.world.network", "_looked_up"), ("pipelinerl.config.environment", "REFERRED"))
 """What product code keeps for its whole process. `restore_choices` empties them."""
 LIBRARIES = ("vllm", "cv2", "ray", "deepspeed")
 """Their first import changes environment, caught signals, and hooks. Later files get the environment back."""

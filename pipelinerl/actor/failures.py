@@ -15,6 +15,7 @@ from pipelinerl.errors import (
     TransportError,
     VerifierError,
 )
+from pipelinerl.observability.logging import redacted
 
 TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
     "transport",
@@ -58,13 +59,13 @@ def classify(error: BaseException) -> str:
 
 
 def describe_failure(error: BaseException, function: str, problem: dict) -> str:
-    """Describes a failure in one line: function, exception and where it was raised, problem."""
+    """Describes a failure in one line: function, exception and where it was raised, problem. Records hold it."""
     place = ""
     if not isinstance(error, PipelineRLError):
         frames = traceback.extract_tb(error.__traceback__)
         if frames:
             place = f" at {frames[-1].filename}:{frames[-1].lineno}"
-    said = shorten(str(error), MAX_ERROR_CHARS)
+    said = shorten(redacted(str(error)), MAX_ERROR_CHARS)
     return f"{function} raised {type(error).__name__}: {said}{place}; problem: {shorten(repr(problem), 300)}"
 
 

@@ -10,11 +10,10 @@ from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
 from pipelinerl.chat import renderer_of
 from pipelinerl.chat.rendering import template_options
-from pipelinerl.config.load import load_run, load_run_dictconfig
+from pipelinerl.config.load import load_run, load_run_dictconfig, to_container
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts, sees_hint
-from pipelinerl.domains.contract import domains_of
-from pipelinerl.domains.rewards import with_both_spellings
+from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.world import WorldMap
 from pipelinerl.world.process import connections_of, raise_open_files
@@ -82,7 +81,7 @@ def request_limits(cfg: Config) -> RequestLimits:
 
 def load_rollout_side(run_dir: Path) -> RolloutSide:
     """Loads everything that is needed to run rollouts of this run."""
-    raw = with_both_spellings(load_run_dictconfig(run_dir))
+    raw = cfg_of_domains(to_container(load_run_dictconfig(run_dir)))
     raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)
     functions = [domain.rollout() for domain in domains_of(cfg)]

@@ -28,7 +28,17 @@ DRY_RUN_VARIABLE = "DRY_RUN"
 """As `dry_run=true`."""
 PROGRAMS = ("VLLM", "RAY", "WANDB", "NCCL", "TORCH", "GRADIO")
 """First words of programs in a role's process that take variables with their name for settings."""
-SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
+JUDGE_KEY_VARIABLE = "OPENAI_API_KEY"
+"""Key of the judges with a `url`."""
+HIDDEN = "***"
+"""What stands in the place of a secret."""
+NEVER_LOGGED = (
+    *(SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE, JUDGE_KEY_VARIABLE, "PIPELINERL_LLM_TOKEN", "WANDB_API_KEY"),
+    *("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DAYTONA_API_KEY", "E2B_API_KEY", "MODAL_TOKEN_SECRET", "RAY_AUTH_TOKEN"),
+)
+"""Variables whose values no log shows."""
+REFERRED: set[str] = set()
+"""More of them: those to which a configuration that this process has read refers."""
 MIN_SECRET_CHARS = 16
 
 

@@ -18,6 +18,7 @@ from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.units import in_steps
+from pipelinerl.config.variables import check_secrets, references
 from pipelinerl.errors import ConfigError
 
 
@@ -25,7 +26,9 @@ def validate(cfg: DictConfig) -> Config:
     """Check types, bounds, unknown keys and the rules across sections."""
     from pipelinerl.config import rules
 
-    config = parse(cfg)
+    container = to_container(cfg)
+    check_secrets(container)
+    config = parse_container(container)
     rules.check_rules(config)
     return config
 
@@ -185,9 +188,11 @@ def load_run_dictconfig(run_dir: Path | str) -> DictConfig:
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
     make_importable(Path(run_dir))
+    container = to_container(cfg)
+    references(container)  # from here on no log of this process shows their values
     if (Path(run_dir) / RUN_ADDRESS).is_file():
         return cfg  # of a run elsewhere: the paths are those of its launcher
-    return OmegaConf.create(with_moved_paths(to_container(cfg), Path(run_dir)))
+    return OmegaConf.create(with_moved_paths(container, Path(run_dir)))
 
 
 def load_run(run_dir: Path | str) -> Config:

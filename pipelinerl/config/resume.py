@@ -5,6 +5,7 @@ from typing import Any
 
 from pipelinerl.config.keys import optional_subsection, subsection
 from pipelinerl.config.sections import Config, Section
+from pipelinerl.config.variables import without_secrets
 
 OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
 """Keys that say what a launch does to the folder's run, each with its value where the run just goes on."""
@@ -17,8 +18,8 @@ def asked_once(config: Config) -> list[str]:
 
 
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Settings that differ and make it another experiment: key, old value, new value."""
-    before, after = dict(_flatten(old)), dict(_flatten(new))
+    """Settings that differ and make it another experiment: key, old value, new value. Where secrets are does not."""
+    before, after = dict(_flatten(without_secrets(old))), dict(_flatten(without_secrets(new)))
     absent = "absent"
     keys = sorted(key for key in before.keys() | after.keys() if not may_change(key))
     pairs = [(key, before.get(key, absent), after.get(key, absent)) for key in keys]

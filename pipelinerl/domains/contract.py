@@ -4,15 +4,21 @@ The launcher uses this module to try a domain before the start, and the actor us
 """
 
 import inspect
+import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.sections import Config, DomainSection, SubsetSection
+from pipelinerl.config.variables import references, with_values
 from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import ConfigError, DomainError
 
 ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
@@ -58,7 +64,8 @@ class Domain:
             DomainError: the loader cannot be imported or called, raises, or returns anything but dicts.
         """
         key, dotted = self.key("dataset_loader"), self.section.dataset_loader
-        params = self.section.dataset_loader_params
+        given = self.section.dataset_loader_params
+        params = with_values(given, os.environ, self.key("dataset_loader_params"))
         loader = import_named(key, dotted)
         if inspect.iscoroutinefunction(loader):
             raise DomainError(f"`{key}` is {dotted}: it is a coroutine function; define it with `def`")
@@ -77,9 +84,21 @@ class Domain:
                     f"`{key}` is {dotted}: problem {index} of {list(names)} is {type(problem).__name__} "
                     f"({repr(problem)[:100]}); every problem must be a dict"
                 )
+        self._check_free_of_secrets(problems, references({"dataset_loader_params": given}))
         if not problems and needed_for:
             raise DomainError(f"`{key}` is {dotted}: it returned no problems for {needed_for}={list(names)}")
         return problems
+
+    def _check_free_of_secrets(self, problems: Sequence[Problem], names: Mapping[str, str]) -> None:
+        """Raises ``DomainError`` if the loader puts a value of its parameters' references into a problem."""
+        for index, problem in enumerate(problems if names else ()):
+            told = repr(problem)
+            for name in names.values():
+                if repr(os.environ[name])[1:-1] in told:
+                    raise DomainError(
+                        f"`{self.key('dataset_loader')}` is {self.section.dataset_loader}: problem {index} holds the "
+                        f"value of {name}, and problems are recorded: let the rollout read it from `cfg`"
+                    )
 
     def train_problems(self) -> list[Problem]:
         problems = self.problems(self.section.train_dataset_names, needed_for="train_dataset_names")
@@ -109,6 +128,12 @@ class Domain:
                     f"{', '.join(map(repr, missing))}, which {self.section.rollout_policy} needs; it has "
                     f"{sorted(problem)}"
                 )
+
+
+def cfg_of_domains(container: Mapping[str, Any]) -> DictConfig:
+    """Returns a plain configuration as rollout functions get it: with the values of references, and both spellings."""
+    env = {name: re.sub(r"(\\*)\$\{", r"\1\1\\${", value) for name, value in os.environ.items()}  # no interpolations
+    return with_both_spellings(OmegaConf.create(with_values(container, env)))
 
 
 def domains_of(cfg: Config) -> tuple[Domain, ...]:

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.environment import JUDGE_KEY_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import parse_container
 from pipelinerl.config.sections import JudgeSection
 from pipelinerl.config.servers import side_models
@@ -44,7 +44,6 @@ T = TypeVar("T")
 CHAT_PATH = "/v1/chat/completions"
 SERVED_NAME = "reference"
 """Name of the model of every server of the run beside the policy's."""
-KEY_VARIABLE = "OPENAI_API_KEY"
 MISCONFIGURED = (401, 403, 404)
 """Statuses of an address, a model or a key that will not be better next time."""
 WORTH_REPEATING = (408, 429)
@@ -267,9 +266,8 @@ class JudgeClient:
                 said = f"{url} answered {answer.status}: {content[:300].decode(errors='replace')}"
                 failure = VerifierError(said)
                 if answer.status in MISCONFIGURED:
-                    raise DomainError(
-                        f"judge {self._judge.name}: {said}: look at `judges.url`, `judges.model_path`, {KEY_VARIABLE}"
-                    )
+                    where = f"`judges.url`, `judges.model_path`, {JUDGE_KEY_VARIABLE}"
+                    raise DomainError(f"judge {self._judge.name}: {said}: look at {where}")
                 if answer.status < 500 and answer.status not in WORTH_REPEATING:
                     raise _RefusedError(f"judge {self._judge.name}: {said}")
             except TimeoutError as error:
@@ -366,7 +364,7 @@ def _client_of(cfg: DictConfig, name: str) -> JudgeClient:
     if (name, *urls) not in _clients:
         patience_s = OmegaConf.select(cfg, "launcher.startup_timeout_s") or DEFAULT_PATIENCE_S
         secret = os.environ.get(SECRET_VARIABLE, "")
-        key = os.environ.get(KEY_VARIABLE, "") if judge.url else secret
+        key = os.environ.get(JUDGE_KEY_VARIABLE, "") if judge.url else secret
         _clients[name, *urls] = JudgeClient(
             judge, urls, key=key, patience_s=float(patience_s), run_secret=secret.encode() or None
         )

@@ -6,6 +6,7 @@ world's addresses is refused.
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from pipelinerl.config.servers import (
     server_options,
     side_model,
 )
+from pipelinerl.config.variables import with_values
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
@@ -128,7 +130,8 @@ def vllm_environment(
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if server_options(cfg).get("enforce-eager", True):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
-    env |= cfg.vllm_config.env | checked_variables(cfg.vllm_config.env)
+    own = with_values(cfg.vllm_config.env, os.environ, "vllm_config.env")
+    env |= own | checked_variables(own)
     chosen = env.get(PLUGINS_VARIABLE, given.get(PLUGINS_VARIABLE))
     return env if chosen is None else env | {PLUGINS_VARIABLE: ",".join(dict.fromkeys([*chosen.split(","), PLUGIN]))}
 

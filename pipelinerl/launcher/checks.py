@@ -23,6 +23,7 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
+from pipelinerl.config.variables import with_values
 from pipelinerl.config.versions import unsupported
 from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
 from pipelinerl.errors import ConfigError, PipelineRLError
@@ -105,6 +106,12 @@ def run_checks(
                 raise
             warnings.append(f"on this machine: {error}")
     return warnings
+
+
+def variables(start: Start) -> list[str]:
+    """Refuse a reference to a variable that this launcher's environment does not have."""
+    with_values(start.container, os.environ)
+    return []
 
 
 def open_files(start: Start) -> list[str]:
@@ -413,6 +420,7 @@ OF_THE_PLAN: tuple[StartCheck, ...] = (
     experts,
 )
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (
+    variables,
     devices,
     open_files,
     temporary_folder,

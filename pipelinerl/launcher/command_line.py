@@ -191,6 +191,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None
 
     from pipelinerl.config.load import compose, missing_keys, parse_container, to_container
     from pipelinerl.config.origin import absolute
+    from pipelinerl.config.variables import check_secrets
 
     try:
         cfg = compose(config_name, list(map(with_right_plus, overrides)), config_dir, own=True)
@@ -199,6 +200,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None
     for key in missing_keys(cfg):
         OmegaConf.update(cfg, key, "not-given")
     container = absolute(to_container(cfg), Path.cwd())
+    check_secrets(container)
     return container, parse_container(container)
 
 

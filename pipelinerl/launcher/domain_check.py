@@ -34,12 +34,12 @@ from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
 from pipelinerl.config.rules import METRIC_GROUPS, METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
-from pipelinerl.domains.contract import domains_of
+from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
-from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
+from pipelinerl.observability.logging import redacted
 from pipelinerl.rollouts import RewardMode, check_named_rewards, check_result, numeric_metrics
 from pipelinerl.testing import FakeLLM
 from pipelinerl.world.proxies import open_session
@@ -256,7 +256,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
             )
         try_sampler(cfg, section.name, train)
         try:
-            asyncio.run(try_rollouts(with_both_spellings(OmegaConf.create(container)), rollout, train))
+            asyncio.run(try_rollouts(cfg_of_domains(container), rollout, train))
         except TrialFailure as failure:
             text = f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: it {failure}"
             if failure.certain:
@@ -309,7 +309,8 @@ def main() -> None:
         )
     except DomainError as error:
         refusal = str(error)
-    answer.write(json.dumps({"refusal": refusal, "warnings": warnings}) + "\n")
+    verdict = {"refusal": refusal and redacted(refusal), "warnings": list(map(redacted, warnings))}
+    answer.write(json.dumps(verdict) + "\n")
     answer.flush()
     os._exit(0)  # threads that the domain left behind must not hold the launcher up
 

@@ -30,6 +30,7 @@ from pipelinerl.config.load import missing_keys, must_be_given, parse_container,
 from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.resume import asked_once
 from pipelinerl.config.sections import Config
+from pipelinerl.config.variables import check_secrets, variables_of
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
@@ -127,6 +128,7 @@ def resolved(cfg: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any],
     OmegaConf.update(cfg, "output_dir", str(path))  # before others are made from it
     make_importable(path)
     container = absolute(to_container(cfg), Path.cwd())
+    check_secrets(container)
     config = parse_container(container)
     rules.check_rules(config)
     container = with_settings(container, fixed_settings(config))
@@ -173,7 +175,8 @@ def launch_on_ray(
         run_dir.write_run_dir(path, container, world, plan.commands)
 
         def engine_on(host: Host) -> RayEngine:
-            engine.set_secrets({name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)})
+            names = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE, *variables_of(container))
+            engine.set_secrets({name: host.environment[name] for name in names if name in host.environment})
             return engine
 
         plan = replace(plan, world=world, commands=units)

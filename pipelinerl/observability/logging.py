@@ -2,45 +2,87 @@
 
     2026-01-31 12:00:00.123 INFO actor_0 actor.loop: published group=0-17 rollouts=8
 
-Secrets of the run are replaced before a line is written, wherever they come from. Tracebacks are indented, so every
-line that starts in column 0 is an event.
+Secrets are replaced, and control characters made visible, before a line is written, wherever they come from. The same
+holds for what libraries and domains print in a role. Tracebacks are indented, so every line that starts in column 0 is
+an event.
 """
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from pipelinerl.config.environment import SECRET_VARIABLES
+from pipelinerl.config.environment import HIDDEN, NEVER_LOGGED, REFERRED
+from pipelinerl.errors import visible
 
-NEVER_LOGGED = (*SECRET_VARIABLES, "WANDB_API_KEY", "HF_TOKEN")
 CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")
+MIN_SECRET_CHARS = 6
+"""A shorter value is replaced in no log: it would be found everywhere."""
+
+
+def redacted(text: str) -> str:
+    """Returns the text without the values of ``NEVER_LOGGED`` and ``REFERRED`` in this process's environment."""
+    values = frozenset(value for name in (*NEVER_LOGGED, *REFERRED) if (value := os.environ.get(name)))
+    for form in _forms(values):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+@lru_cache(maxsize=4)
+def _forms(values: frozenset[str]) -> tuple[str, ...]:
+    """What secrets look like in texts, the longest first: whole, word for word (`Bearer …`), and quoted."""
+    words = {word for value in values for word in (value, *value.split()) if len(word) >= MIN_SECRET_CHARS}
+    quoted = {form for word in words for form in (word, repr(word)[1:-1], json.dumps(word)[1:-1])}
+    return tuple(sorted(quoted, key=len, reverse=True))
+
+
+def shown(text: str) -> str:
+    """Returns a text of a domain, a model or a library as it may be written to a log or a terminal."""
+    return visible(redacted(text))
 
 
 class EventFormatter(logging.Formatter):
     """Formats an event as one line `time LEVEL job logger: message`, with secrets replaced."""
 
-    def __init__(self, job_name: str, secrets: tuple[str, ...] = ()):
+    def __init__(self, job_name: str):
         super().__init__()
         self.job_name = job_name
-        self.secrets = tuple(secret for secret in secrets if len(secret) >= 8)
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         logger = record.name.removeprefix("pipelinerl.")
-        message = record.getMessage().replace("\n", "\\n")
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname} {self.job_name} {logger}: {message}"
+        event = f"{record.levelname} {self.job_name} {logger}: {record.getMessage()}"
+        line = f"{stamp}.{int(record.msecs):03d} " + shown(event).replace("\n", "\\n")
         if record.exc_info:
-            line += "\n" + _indent(self.formatException(record.exc_info))
+            line += "\n" + _indent(shown(self.formatException(record.exc_info)))
         if record.stack_info:
-            line += "\n" + _indent(self.formatStack(record.stack_info))
-        for secret in self.secrets:
-            line = line.replace(secret, "***")
+            line += "\n" + _indent(shown(self.formatStack(record.stack_info)))
         return line
+
+
+class ShownStream:
+    """Standard output or error, on which texts are ``shown``. A carriage return, as of a progress bar, ends a line."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(shown(text.replace("\r", "\n")))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _indent(text: str) -> str:
@@ -48,8 +90,17 @@ def _indent(text: str) -> str:
 
 
 def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
-    """Send every logger of this process to stderr in the run's format."""
+    """Send every logger of this process to stderr in the run's format, and what it prints through ``shown``."""
+    show_prints()
     _install(logging.StreamHandler(sys.stderr), job_name, level)
+
+
+def show_prints() -> None:
+    """Put a ``ShownStream`` in the place of this process's standard output and error."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, ShownStream):
+            setattr(sys, name, ShownStream(stream))
 
 
 def setup_launcher_logging(path: Path) -> None:
@@ -58,8 +109,7 @@ def setup_launcher_logging(path: Path) -> None:
 
 
 def _install(handler: logging.Handler, name: str, level: int) -> None:
-    secrets = tuple(os.environ[variable] for variable in NEVER_LOGGED if os.environ.get(variable))
-    handler.setFormatter(EventFormatter(name, secrets))
+    handler.setFormatter(EventFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

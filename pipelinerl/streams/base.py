@@ -11,12 +11,14 @@ Every backend keeps these invariants, and the contract tests check them:
   the end of a stream, but never a record that something durable refers to.
 """
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from pipelinerl.config.sections import Config
+from pipelinerl.config.variables import with_values
 from pipelinerl.streams.frames import MAX_PAYLOAD_BYTES, Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 
@@ -104,7 +106,7 @@ class Backend(ABC):
     @classmethod
     def from_config(cls, cfg: Config, run_dir: Path) -> Self:
         """Creates the backend of the run in ``run_dir`` from its configuration."""
-        return cls(**cfg.streams.options)
+        return cls(**with_values(cfg.streams.options, os.environ, "streams.options"))
 
     @abstractmethod
     def open_appender(self, spec: SingleStreamSpec) -> Appender:

@@ -33,7 +33,9 @@ class VLLMSection(Section):
         "`off`: none. See [What a server does](serving.md#prefix-caching)",
         may_change=True,
     )
-    env: dict[str, str] = key({}, "environment variables of the servers", may_change=True)
+    env: dict[str, str | dict[Literal["env"], str]] = key(
+        {}, "environment variables of the servers. A value may be `{env: NAME}` ([secrets](#secrets))", may_change=True
+    )
 
 
 class WeightsSection(Section):

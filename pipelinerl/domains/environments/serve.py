@@ -7,6 +7,7 @@ A process of its own, because ``launch`` blocks, and a web server wants the sign
 
 import argparse
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from hydra.utils import get_object, instantiate
 
 from pipelinerl.config.environment_servers import TARGET, EnvironmentServer, environment_servers
 from pipelinerl.config.load import load_run
+from pipelinerl.config.variables import with_values
 from pipelinerl.errors import DomainError
+from pipelinerl.observability.logging import show_prints
 
 
 def check_class(server: EnvironmentServer) -> None:
@@ -45,9 +48,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True, help="address to listen on")
     args = parser.parse_args()
+    show_prints()
     server = next(one for one in environment_servers(load_run(args.run_dir)) if one.index == args.index)
     check_class(server)
-    launch_server(instantiate({TARGET: server.target, **server.arguments}), args.host, args.port)
+    arguments = with_values(server.arguments, os.environ, f"environments.{server.key}")
+    launch_server(instantiate({TARGET: server.target, **arguments}), args.host, args.port)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from pipelinerl.domains.contract import Domain, domains_of
-from pipelinerl.domains.rewards import with_both_spellings
-from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.domains.contract import Domain, cfg_of_domains, domains_of
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError, visible
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import composed, quoted
@@ -42,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with verifier(config) as jobs:
             examined = [examine_domain(domain, {**container, "jobs": jobs}, args) for domain in domains_of(config)]
     except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     for name, seen, findings in examined:
-        print("\n".join(lines_of(name, seen, findings)))
+        print(visible("\n".join(lines_of(name, seen, findings))))
     code = play_with_model(args) if args.with_model else 0
     if args.json:
         args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n", encoding="utf-8")
@@ -90,9 +87,7 @@ def examine_domain(
 ) -> tuple[str, Seen, list[Weakness]]:
     rollout = domain.rollout()
     train, test = domain.train_problems(), domain.test_problems()
-    stage = Stage(
-        with_both_spellings(OmegaConf.create(dict(container))), rollout, parallel=args.parallel, seed=args.seed
-    )
+    stage = Stage(cfg_of_domains(container), rollout, parallel=args.parallel, seed=args.seed)
     seen = asyncio.run(examine(stage, train, test, args.problems, args.seconds))
     return domain.section.name, seen, diagnose(seen)
 

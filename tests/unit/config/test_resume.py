@@ -40,3 +40,15 @@ def test_differing_keys_names_only_what_makes_another_experiment() -> None:
         ("gone", 1, "absent"),
         ("seed", 1, 2),
     ]
+
+
+def test_where_a_secret_comes_from_makes_no_other_experiment_and_is_not_shown() -> None:
+    def given(key: object, turns: int) -> dict[str, object]:
+        return {"dataset_loader_params": {"api_key": key, "max_turns": turns}}
+
+    assert differing_keys(given("sk-literal", 1), given({"env": "KEY"}, 1)) == []
+    assert differing_keys(given({"env": "ONE"}, 1), given({"env": "OTHER"}, 1)) == []
+    assert differing_keys(given("sk-literal", 1), given(None, 2)) == [
+        ("dataset_loader_params.api_key", "***", None),
+        ("dataset_loader_params.max_turns", 1, 2),
+    ]

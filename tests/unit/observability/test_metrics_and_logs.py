@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.config.sections import WandbSection
+from pipelinerl.config.variables import references
 from pipelinerl.observability import trackers, wandb
-from pipelinerl.observability.logging import EventFormatter, logging_restored, setup_launcher_logging
+from pipelinerl.observability.logging import EventFormatter, logging_restored, redacted, setup_launcher_logging
 from pipelinerl.observability.metrics import MetricsLogger, drop_points_after, read_metrics
 from pipelinerl.observability.wandb import effective_mode, run_identity
 
@@ -185,16 +186,57 @@ def test_event_formatter_is_one_line_per_event() -> None:
     assert line.endswith(" INFO actor_0 actor.loop: first\\nsecond")
 
 
-def test_event_formatter_indents_tracebacks_and_removes_secrets() -> None:
+def test_event_formatter_indents_tracebacks_and_removes_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "verysecretvalue")
+    monkeypatch.setenv("HF_TOKEN", "short")
     try:
         raise ValueError("token=verysecretvalue")
     except ValueError:
-        text = EventFormatter("actor_0", ("verysecretvalue", "short")).format(
-            record("bad verysecretvalue short", sys.exc_info())
-        )
+        text = EventFormatter("actor_0").format(record("bad verysecretvalue short", sys.exc_info()))
     assert "verysecretvalue" not in text
     assert "bad *** short" in text
     assert all(line.startswith("    ") for line in text.splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    ("value", "told", "shown"),
+    [
+        ("Bearer sk-123456", "sent Bearer sk-123456", "sent ***"),
+        ("Bearer sk-123456", "the key sk-123456 is wrong", "the key *** is wrong"),
+        ('quo"ted\\key', "{'k': 'quo\"ted\\\\key'}", "{'k': '***'}"),
+        ('quo"ted\\key', json.dumps({"k": 'quo"ted\\key'}), '{"k": "***"}'),
+        ("-----BEGIN-----\nabcdefgh\n", "line abcdefgh", "line ***"),
+        ("", "nothing is hidden", "nothing is hidden"),
+    ],
+)
+def test_redacted_text_holds_the_secret_in_no_form(
+    value: str, told: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", value)
+    assert redacted(told) == shown
+
+
+def test_reference_in_a_configuration_is_never_logged_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOOL_KEY", "planted-4711")
+    assert redacted("planted-4711") == "planted-4711"
+    assert references({"dataset_loader_params": {"key": {"env": "MY_TOOL_KEY"}}})
+    assert EventFormatter("actor_0").format(record("got planted-4711")).endswith("got ***")
+
+
+def test_what_a_role_prints_is_shown_without_effects() -> None:
+    code = (
+        "import sys\n"
+        "from pipelinerl.observability.logging import setup_role_logging\n"
+        "setup_role_logging('actor_0'); setup_role_logging('actor_0')\n"
+        "print('\\x1b]0;owned\\x07 key secretsecret')\n"
+        "print('10%\\r20%', file=sys.stderr)\n"
+        "raise ValueError('\\x1b[2J secretsecret')\n"
+    )
+    environment = {**os.environ, "PIPELINERL_SECRET": "secretsecret"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "␛]0;owned␇ key ***\n"
+    assert done.stderr.startswith("10%\n20%\n")
+    assert "ValueError: ␛[2J ***" in done.stderr
 
 
 def test_setup_role_logging_writes_events_and_warnings_to_stderr() -> None:
