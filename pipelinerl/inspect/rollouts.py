@@ -26,7 +26,7 @@ from rich.text import Text
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
-from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.errors import ConfigError, told_in_one_line, visible
 from pipelinerl.inspect.decode import (
     Message,
     TokenText,
@@ -45,11 +45,6 @@ from pipelinerl.streams.codec import jsonable
 SHOWN = 20
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold", "tool": "yellow"}
 SAMPLED_STYLE = "green"
-HARMLESS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
-    **dict.fromkeys((0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
-}
-"""Replaces control characters by their pictures, and those of C1 and of the direction of writing by U+FFFD."""
 TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -187,7 +182,7 @@ def rendered(seen: SeenRollout, text: TokenText) -> Text:
 
 
 def styled(part: str, style: str) -> Text:
-    text = Text(part.translate(HARMLESS), style)
+    text = Text(visible(part), style)
     text.highlight_regex(TOOL_CALL, "yellow")
     return text
 

@@ -20,7 +20,7 @@ from typing import Any
 from pipelinerl.config.environment import ROLE_VARIABLE
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import LOCK_FILE
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, visible
 from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
@@ -169,7 +169,10 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
     lines = []
     for name, path, before in asked:
         text = path.read_text(encoding="utf-8")[before:] if path.exists() else ""
-        lines += [f"── {name} ({path})", text.rstrip() or "no answer: the process is frozen or in foreign code"]
+        lines += [
+            f"── {name} ({path})",
+            visible(text.rstrip()) or "no answer: the process is frozen or in foreign code",
+        ]
     return lines
 
 
@@ -214,7 +217,7 @@ def screen(run_dir: Path) -> list[str]:
     if (balance := balance_figures(run_dir, cfg)) is not None:
         lines.append(f"balance   {balance_line(balance)}")
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []
-    return lines + [f"hang report: {path}" for path in hangs]
+    return [visible(line) for line in (*lines, *(f"hang report: {path}" for path in hangs))]
 
 
 def watch(run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.errors import PipelineRLError, StreamError, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
@@ -147,7 +147,7 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
         if isinstance(record, OrderResumed):
             return f"── new streams from step {record.step} on"
         if isinstance(record, GroupDropped):
-            return f"── {record.group_id} dropped: {record.reason}: {record.detail}"
+            return visible(f"── {record.group_id} dropped: {record.reason}: {record.detail}")
         outcome = EVALUATED if spec.topic == ACTOR_TEST else "published"
         return "\n".join(rendered(seen, text).plain.rstrip("\n") for seen in seen_group(record, outcome))
 

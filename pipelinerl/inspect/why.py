@@ -21,7 +21,7 @@ import numpy as np
 
 from pipelinerl.config.paths import newest_export
 from pipelinerl.config.servers import max_model_len
-from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.errors import ConfigError, told_in_one_line, visible
 from pipelinerl.inspect.causes import Attempt, Cause, Drift, Evidence, Level, causes
 from pipelinerl.inspect.decode import TokenText, load_token_text, problem_fields
 from pipelinerl.inspect.ending import ending_alarms, read_ending
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps([as_data(cause, arguments.run) for cause in found], indent=2))
     else:
-        print("\n".join(lines(found, arguments.run, len(evidence.attempts))))
+        print(visible("\n".join(lines(found, arguments.run, len(evidence.attempts)))))
     return int(bool(found))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.paths import CONF_DIR, config_names
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.observability.logging import shown
 from pipelinerl.world.process import process_restored
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
 
 
 def refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {shown(message)}", file=sys.stderr)
     return EXIT_REFUSED
 
 

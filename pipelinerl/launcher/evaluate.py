@@ -25,7 +25,7 @@ from typing import Any
 
 from pipelinerl.config.origin import make_importable
 from pipelinerl.config.paths import RUN_CONFIG, newest_export
-from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.errors import ConfigError, told_in_one_line, visible
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.reading import command_parser
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "config": args.config_name or str(run_of(args.model)),
         **evaluated(found, args.attempts, ks),
     }
-    print("\n".join(table_lines(result, ks)))
+    print(visible("\n".join(table_lines(result, ks))))
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.keep:

@@ -16,6 +16,7 @@ from pathlib import Path
 from pipelinerl.inspect.progress import first_answers, longest_answer
 from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.observability.catalogue import ActorMetric
+from pipelinerl.observability.logging import shown
 from pipelinerl.observability.metrics import Point
 from pipelinerl.observability.status import LAUNCHER, StatusRecord, read_statuses
 
@@ -40,7 +41,7 @@ class Voice:
         """Print and log one line at once, above the live line."""
         self._said = time.monotonic()
         self._log(line)
-        self.show(line)
+        self.show(shown(line))
 
     def show(self, text: str) -> None:
         """Print a text that is not logged. If nobody reads it (`| head -1`, a full disk), later ones go nowhere."""
@@ -73,7 +74,7 @@ class Voice:
         def repeat() -> None:
             while not over.wait(min(REDRAW_S, self._repeat_s)):
                 if redrawn:
-                    line = Text(text(), overflow="ellipsis", no_wrap=True)
+                    line = Text(shown(text()), overflow="ellipsis", no_wrap=True)
                     with contextlib.suppress(OSError):
                         screen.update(line, refresh=True)
                 elif time.monotonic() - self._said >= self._repeat_s and (now := text()):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.engine import engine_of, traits_of
-from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line
+from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import command_parser, look_into
 from pipelinerl.inspect.replay import folder as files
@@ -117,7 +117,7 @@ def report(
         if own.sequences and other is not None:
             lines.append("tokens that --with pushes most differently:")
             lines += show.token_table(own, show.largest_tokens(own, args.tokens, other), text, other)
-        print("\n".join(lines))
+        print(visible("\n".join(lines)))
     return 0 if found.is_equal else EXIT_DIFFERENT
 
 

@@ -100,6 +100,13 @@ def test_screen_shows_roles_versions_queues_and_hangs(run_folder: Path) -> None:
         assert line in text, text
 
 
+def test_screen_shows_control_characters_of_a_domain_as_pictures(run_folder: Path) -> None:
+    (run_folder / "status").mkdir()
+    write_status(run_folder / "status" / "actor_0.json", record("actor_0", fields={"evaluating": "\x1b[2J\rdata"}))
+    screen = "\n".join(command.screen(run_folder))
+    assert "evaluating=␛[2J␍data" in screen
+
+
 def test_screen_of_a_run_that_is_over_says_how_it_ended(run_folder: Path) -> None:
     (run_folder / "status").mkdir()
     path = run_folder / "status" / "actor_0.json"

@@ -1,5 +1,6 @@
 """The line that says what goes on now: its words, and where it is shown."""
 
+import logging
 import os
 import pty
 import subprocess
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.errors import DomainError, told_in_one_line
+from pipelinerl.launcher.command_line import refuse
 from pipelinerl.launcher.live import RunLine, Voice, describe_run, eta
+from pipelinerl.observability.logging import EventFormatter
 from pipelinerl.observability.status import StatusRecord, Wait, write_status
 
 NOW = 1000.0
@@ -222,3 +226,33 @@ def test_live_line_on_a_terminal_is_redrawn_and_leaves_only_what_was_said() -> N
     assert text.count("evaluating 120/512") >= 2, text
     assert "\x1b[2K" in text.split("evaluating 120/512")[-1], "the last line is erased"
     assert text.index("evaluation of version 0") < text.index("the end")
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("\x1b[2J\x1b[31mred", "␛[2J␛[31mred"),
+        ("\x1b]0;title\x07", "␛]0;title␇"),
+        ("\x9b31m\x85", "\ufffd31m\ufffd"),
+        ("overwritten\rshort", "overwritten␍short"),
+        ("ab\x08\x7f\x00", "ab␈\ufffd␀"),
+        ("\u202egnp.exe\u2066\u200f", "\ufffdgnp.exe\ufffd\ufffd"),
+        ("one\u2028two\u2029", "one\ufffdtwo\ufffd"),
+        ("half \ud83d", "half \ufffd"),
+        ("\t é 漢 🙂 👩\u200d🚀 e\u0301", "\t é 漢 🙂 👩\u200d🚀 e\u0301"),
+    ],
+)
+def test_control_characters_have_no_effect_on_terminal_and_log(
+    hostile: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Voice(lambda _: None).say(hostile)
+    refuse(hostile)
+
+    def fail() -> int:
+        raise DomainError(hostile)
+
+    told_in_one_line(fail)
+    terminal = capsys.readouterr()
+    assert (terminal.out, terminal.err) == (f"{shown}\n", f"error: {shown}\n" * 2)
+    event = logging.LogRecord("domain", logging.INFO, "f", 1, "%s", (hostile,), None)
+    assert EventFormatter("actor_0").format(event).endswith(f"INFO actor_0 domain: {shown}")
