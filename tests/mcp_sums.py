@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 
 from mcp.server.mcpserver import MCPServer
 
@@ -18,6 +19,13 @@ def add(a: int, b: int) -> int:
 def end() -> int:
     """Ends the server."""
     os._exit(3)
+
+
+@server.tool()
+def tell_key() -> str:
+    """Tells the secret of its environment, and prints it in red."""
+    print(f"key {os.environ['SUMS_KEY']}\x1b[31m", file=sys.stderr, flush=True)
+    return f"key is {os.environ['SUMS_KEY']}"
 
 
 @server.tool()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,27 +13,30 @@ from aiohttp.test_utils import TestServer
 from omegaconf import OmegaConf
 
 from pipelinerl.actor.failures import DOMAIN, TRANSPORT, classify
+from pipelinerl.domains.contract import cfg_of_domains
 from pipelinerl.domains.libraries import address_of, library
-from pipelinerl.domains.libraries.mcp import generate_rollout, load_problems, open_tools
+from pipelinerl.domains.libraries.mcp import generate_rollout, load_problems, open_tools, servers_of
 from pipelinerl.errors import DomainError, ServerError
 from pipelinerl.llm import FunctionCall, ToolCall
+from pipelinerl.observability.logging import EventFormatter
 from pipelinerl.testing import run_rollout
 from tests.says import says
 
+SECRET = "Bearer sk-planted-4711"
 REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
-CFG = {"rewards": REWARDS}
 SUMS = {
     "command": sys.executable,
     "args": ["-m", "tests.mcp_sums"],
     "env": {"PYTHONPATH": str(Path(__file__).parents[2])},
 }
+PROBLEM = {
+    "dataset": "test", "task": "1 + 2?", "answer": "3", "servers": ["sums"], "max_turns": 4, "timeout_s": 200.0,
+    "judge": None,
+}  # fmt: skip
 
 
-def problem(**servers: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "dataset": "test", "task": "1 + 2?", "answer": "3", "servers": servers, "max_turns": 4, "timeout_s": 200.0,
-        "judge": None,
-    }  # fmt: skip
+def config(server: dict[str, Any]) -> dict[str, Any]:
+    return {"rewards": REWARDS, "dataset_loader_params": {"servers": {"sums": server}}}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -41,7 +45,7 @@ def call(name: str, **arguments: Any) -> str:
 
 async def test_policy_calls_a_tool_of_a_process_and_reads_what_it_refuses():
     replies = [call("add", a=1, b=2), call("add", a="x"), call("nope"), "<answer>3</answer>"]
-    result = await run_rollout(generate_rollout, problem(sums=SUMS), replies, CFG)
+    result = await run_rollout(generate_rollout, PROBLEM, replies, config(SUMS))
     assert (result.metrics.reward, result.metrics.success) == (1.0, True)
     counted = result.metrics.model_dump()
     assert (counted["num_tool_calls"], counted["num_tool_errors"]) == (3, 2)
@@ -54,11 +58,11 @@ async def test_policy_calls_a_tool_of_a_process_and_reads_what_it_refuses():
 @pytest.mark.parametrize(("tool", "says_what"), [("end", "Connection closed"), ("hang", "timed out")])
 async def test_process_that_ends_or_hangs_is_a_failure_and_no_reward(tool: str, says_what: str):
     began = time.monotonic()
-    async with open_tools(OmegaConf.create(CFG), {"sums": SUMS}, timeout_s=200.0):
+    async with open_tools(OmegaConf.create({}), {"sums": SUMS}, timeout_s=200.0):
         start_s = time.monotonic() - began
     limit = {"timeout_s": 1.0 + 5 * start_s} if tool == "hang" else {}  # its start must end in time, too
     with pytest.raises(Exception, match=says("MCP server 'sums'", says_what)) as raised:
-        await run_rollout(generate_rollout, problem(sums=SUMS) | limit, [call(tool), "<answer>3</answer>"], CFG)
+        await run_rollout(generate_rollout, PROBLEM | limit, [call(tool), "<answer>3</answer>"], config(SUMS))
     assert classify(raised.value) == TRANSPORT
 
 
@@ -71,10 +75,10 @@ async def test_server_that_is_down_or_broken_is_a_failure_and_a_missing_program_
     async with TestServer(app) as broken:
         for server in ({"url": str(broken.make_url("/mcp"))}, {"url": "http://127.0.0.1:9/mcp"}, {"command": "false"}):
             with pytest.raises(Exception, match="did not answer") as raised:
-                await run_rollout(generate_rollout, problem(one=server), ["<answer>3</answer>"], CFG)
+                await run_rollout(generate_rollout, PROBLEM, ["<answer>3</answer>"], config(server))
             assert classify(raised.value) == TRANSPORT
     with pytest.raises(DomainError, match=says("no such program", "no-such-program")) as missing:
-        await run_rollout(generate_rollout, problem(one={"command": "no-such-program"}), ["x"], CFG)
+        await run_rollout(generate_rollout, PROBLEM, ["x"], config({"command": "no-such-program"}))
     assert classify(missing.value) == DOMAIN
 
 
@@ -83,7 +87,7 @@ async def test_error_of_the_block_that_uses_tools_stays_what_it_is():
 
     async def use_and_fail() -> None:
         async with open_tools(OmegaConf.create({}), {"sums": SUMS}) as tools:
-            assert [tool["function"]["name"] for tool in tools.descriptions] == ["add", "end", "hang"]
+            assert [tool["function"]["name"] for tool in tools.descriptions] == ["add", "end", "tell_key", "hang"]
             arguments = ToolCall(id="1", function=FunctionCall(name="add", arguments="[1, 2]"))
             assert await tools.call(arguments) == "error: the arguments are no JSON object"
             raise failure
@@ -99,10 +103,40 @@ async def test_two_servers_with_a_tool_of_one_name_are_refused():
             pass
 
 
-def test_problems_carry_the_servers(tmp_path: Path):
+async def test_servers_are_looked_up_by_name_and_must_be_the_same_in_all_domains():
+    cfg = config({"command": "one"}) | {"domains": [{"dataset_loader_params": {"servers": {"more": {"url": "more"}}}}]}
+    assert servers_of(OmegaConf.create(cfg), ["sums", "more"]) == {"sums": {"command": "one"}, "more": {"url": "more"}}
+    with pytest.raises(DomainError, match=says("no server 'other'")):
+        servers_of(OmegaConf.create(cfg), ["other"])
+    cfg["domains"][0]["dataset_loader_params"] = {"servers": {"sums": {"command": "two"}}}
+    with pytest.raises(DomainError, match=says("different servers 'sums'")):
+        servers_of(OmegaConf.create(cfg), ["sums"])
+
+
+async def test_tool_that_answers_with_the_secret_or_prints_it_reaches_neither_policy_nor_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("SUMS_KEY", SECRET)
+    caplog.set_level("INFO")
+    server = SUMS | {"env": {**SUMS["env"], "SUMS_KEY": {"env": "SUMS_KEY"}}}
+    cfg = cfg_of_domains(config(server))
+    result = await run_rollout(generate_rollout, PROBLEM, [call("tell_key"), "<answer>3</answer>"], cfg)
+    assert "key is ***" in result.training_texts[-1].prompt_text
+    assert SECRET not in result.training_texts[-1].prompt_text
+    for thread in threading.enumerate():
+        if thread.name == "sums's errors":
+            thread.join(30)
+    said = [record for record in caplog.records if "mcp_server_said server=sums" in record.getMessage()]
+    assert any(SECRET in record.getMessage() for record in said)  # as a record, which is shown without it:
+    shown = "\n".join(map(EventFormatter("actor_0").format, said))
+    assert SECRET not in shown
+    assert "key ***␛[31m" in shown
+
+
+def test_problems_carry_names_of_servers(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 2?", "answer": "3"}\n')
     (one,) = load_problems([str(tmp_path / "rows.jsonl")], {"sums": SUMS}, max_turns=2)
-    assert (one["task"], one["answer"], one["servers"], one["max_turns"]) == ("1 + 2?", "3", {"sums": SUMS}, 2)
+    assert (one["task"], one["answer"], one["servers"], one["max_turns"]) == ("1 + 2?", "3", ["sums"], 2)
 
 
 def test_address_is_of_one_of_the_runs_environments_or_given():

@@ -1,16 +1,20 @@
 """Servers of the Model Context Protocol as tools, over standard input and output (a process) or HTTP.
 
-Every rollout has sessions of its own. What a tool answers is text for the policy, and so is its refusal of a call. A
+Every rollout has sessions of its own. Problems name their servers, and the configuration says what those are, because
+problems are recorded. What a tool answers is text for the policy, and so is its refusal of a call. A
 server that does not answer, or fails, ends the rollout with that error.
 """
 
 import json
+import logging
+import os
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.datasets import rows_of
@@ -20,6 +24,7 @@ from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.domains.tool_use import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import ToolCall, TrainableLLM
+from pipelinerl.observability.logging import redacted
 from pipelinerl.rollouts import RolloutResult
 
 mcp = library("mcp", "mcp")
@@ -27,7 +32,11 @@ http = library("httpx2", "mcp")
 streams = library("mcp.client.streamable_http", "mcp")
 types = library("mcp.types", "mcp")
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 60.0
+MAX_LINE_CHARS = 2000
+"""Longer lines of a program's error output become several."""
 REFUSALS = (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
 """Codes of errors that a call causes. All others are the server's."""
 
@@ -43,12 +52,13 @@ def load_problems(
     judge: str | None = None,
     max_left_out: float = MAX_LEFT_OUT,
 ) -> list[dict[str, Any]]:
-    """Reads problems with an answer, and gives each the servers.
+    """Reads problems with an answer, and gives each the names of the servers.
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``.
         servers: name → ``{"command": …, "args": […], "env": {…}}`` for a process of each rollout, or
-            ``{"url": …, "headers": {…}}``, where the address may be the key of one of the run's ``environments``.
+            ``{"url": …, "headers": {…}}``, where the address may be the key of one of the run's ``environments``. The
+            rollouts look it up in `dataset_loader_params` of the configuration.
         columns: field → column: ``{"task": …, "answer": …}``.
         max_turns: LLM calls of a rollout.
         timeout_s: longest wait for an answer of a server.
@@ -56,7 +66,7 @@ def load_problems(
             default the message holds ``<answer>…</answer>``.
         max_left_out: largest share of a data set's rows that may lack a question or an answer. They are left out.
     """
-    rules = {"servers": servers, "max_turns": max_turns, "timeout_s": timeout_s, "judge": judge}
+    rules = {"servers": list(servers), "max_turns": max_turns, "timeout_s": timeout_s, "judge": judge}
 
     def read(row: dict[str, Any], index: int) -> dict[str, Any]:
         return problem_of(row, columns or {}) | {"id": index} | rules
@@ -131,8 +141,8 @@ class Tools:
             except mcp.MCPError as error:
                 if error.code not in REFUSALS:
                     raise
-                return f"error: {error}"[:MAX_RESULT_CHARS]
-        return (("error: " if result.is_error else "") + as_text(result))[:MAX_RESULT_CHARS]
+                return redacted(f"error: {error}")[:MAX_RESULT_CHARS]
+        return redacted(("error: " if result.is_error else "") + as_text(result))[:MAX_RESULT_CHARS]
 
 
 @asynccontextmanager
@@ -143,7 +153,7 @@ async def open_tools(
 
     Args:
         cfg: the run's configuration, which knows the addresses of its ``environments``.
-        servers: see ``load_problems``.
+        servers: see ``load_problems``, with values in place of references.
         timeout_s: longest wait for an answer.
     Raises:
         TransportError: a server cannot be reached or failed.
@@ -153,20 +163,54 @@ async def open_tools(
         async with AsyncExitStack() as stack:
             clients = {}
             for name, server in servers.items():
-                client = mcp.Client(await transport_of(cfg, server, stack), read_timeout_seconds=timeout_s)
+                client = mcp.Client(await transport_of(cfg, name, server, stack), read_timeout_seconds=timeout_s)
                 clients[name] = await stack.enter_async_context(client)
             tools = Tools(clients)
             await tools.list()
             yield tools
 
 
-async def transport_of(cfg: DictConfig, server: dict[str, Any], stack: AsyncExitStack) -> Any:
+async def transport_of(cfg: DictConfig, name: str, server: dict[str, Any], stack: AsyncExitStack) -> Any:
     """Returns what ``mcp.Client`` connects to. Its HTTP client is closed with the stack."""
     if "url" in server:
         address = address_of(cfg, server["url"], own_path="/mcp")
         client = await stack.enter_async_context(http.AsyncClient(headers=server.get("headers"), timeout=None))
         return streams.streamable_http_client(address, http_client=client)
-    return mcp.stdio_client(mcp.StdioServerParameters(**server))
+    return mcp.stdio_client(mcp.StdioServerParameters(**server), errlog=stack.enter_context(logged(name)))
+
+
+@contextmanager
+def logged(server: str) -> Iterator[TextIO]:
+    """Yields a file whose lines become events of this process's log, which shows neither secrets nor their effects."""
+    read, write = os.pipe()
+
+    def log_lines() -> None:
+        with open(read, encoding="utf-8", errors="replace") as lines:
+            while line := lines.readline(MAX_LINE_CHARS):
+                log.info("event=mcp_server_said server=%s line=%s", server, line.rstrip())
+
+    threading.Thread(target=log_lines, name=f"{server}'s errors", daemon=True).start()
+    with open(write, "w", encoding="utf-8") as file:
+        yield file
+
+
+def servers_of(cfg: DictConfig, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns the servers of these names from the configuration.
+
+    Raises:
+        DomainError: it has none of this name, or two domains have different ones.
+    """
+    places = [cfg, *(cfg.get("domains") or ())]
+    tables = [OmegaConf.select(place, "dataset_loader_params.servers") or {} for place in places]
+    found: dict[str, Any] = {}
+    for name in names:
+        given = [OmegaConf.to_container(table[name], resolve=True) for table in tables if name in table]
+        if not given:
+            raise DomainError(f"`dataset_loader_params.servers` of the configuration has no server {name!r}")
+        if any(server != given[0] for server in given):
+            raise DomainError(f"two of `domains` have different servers {name!r}: give them different names")
+        found[name] = given[0]
+    return found
 
 
 @contextmanager
@@ -202,7 +246,7 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs one rollout: the policy calls tools until it answers without one."""
-    async with open_tools(cfg, problem["servers"], timeout_s=problem["timeout_s"]) as tools:
+    async with open_tools(cfg, servers_of(cfg, problem["servers"]), timeout_s=problem["timeout_s"]) as tools:
         return await answer_with_tools(
             cfg,
             llm,
