@@ -8,11 +8,13 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import config_names
 from pipelinerl.config.resume import OF_ONE_LAUNCH, asked_once
 from pipelinerl.config.sections import Config
+from pipelinerl.config.variables import check_literals, check_secrets, variables_of
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, with_right_plus
 from pipelinerl.world import Cluster, Job, Node, map_world
@@ -49,6 +51,8 @@ class Deployment:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
+        for argument in self.arguments:
+            check_literals(meant_by(argument))
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
         config = self.config if self.needs_plan else self.config_as_far_as_it_is_here()
@@ -65,9 +69,21 @@ class Deployment:
             raise ConfigError("--gpus-per-node and --extra-servers must not be negative")
 
     @cached_property
-    def config(self) -> Config:
-        """The configuration that the command line means."""
+    def container(self) -> dict[str, Any]:
+        """The configuration that the command line means, plain."""
         return configuration_of(self.arguments)
+
+    @cached_property
+    def config(self) -> Config:
+        return parse_container(self.container)
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the environment variables to which the configuration refers, as far as it is here."""
+        try:
+            return variables_of(self.container)
+        except PipelineRLError:
+            return sorted({name for argument in self.arguments for name in variables_of(meant_by(argument))})
 
     def config_as_far_as_it_is_here(self) -> Config:
         """The configuration, or what the command line itself says for one launch if only the machines have the rest.
@@ -78,7 +94,7 @@ class Deployment:
             return self.config
         except PipelineRLError:
             said = [each for each in self.arguments if each.lstrip("+").partition("=")[0] in OF_ONE_LAUNCH]
-            return configuration_of(("output_dir=x", *said))
+            return parse_container(configuration_of(("output_dir=x", *said)))
 
     @property
     def needs_plan(self) -> bool:
@@ -131,7 +147,22 @@ def cores_per_node(config: Config, nodes: int, gpus_per_node: int) -> int:
     return max(sum(cores_of(job, config) for job in world.on_node(rank)) for rank in range(nodes))
 
 
-def configuration_of(arguments: tuple[str, ...]) -> Config:
+def meant_by(argument: str) -> dict[str, Any]:
+    """Returns an override's value under its key, as nested mappings. Empty for other arguments."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        (override,) = OverridesParser.create().parse_overrides([argument])
+    except HydraException:
+        return {}
+    value: Any = override.value()
+    for part in reversed(override.key_or_group.split(".")):
+        value = {part: value}
+    return value
+
+
+def configuration_of(arguments: tuple[str, ...]) -> dict[str, Any]:
     """Return the configuration that this command line of `pipelinerl.launch` means.
 
     Raises:
@@ -146,9 +177,13 @@ def configuration_of(arguments: tuple[str, ...]) -> Config:
     known, overrides = parser.parse_known_args(rest)
     settings = [with_right_plus(each) for each in overrides if not each.startswith("-")]
     try:
-        return parse(compose(known.config_name, settings, Path(config_dir) if config_dir else None, own=True))
+        container = to_container(
+            compose(known.config_name, settings, Path(config_dir) if config_dir else None, own=True)
+        )
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain_refusal(error, config_names(config_dir))) from error
+    check_secrets(container)
+    return container
 
 
 def cores_of(job: Job, config: Config) -> int:

@@ -3,7 +3,7 @@
 Every pod of the JobSet runs the launcher as on any machine. Its rank is the pod's index, and its peers have the
 JobSet's stable names. Servers of one node are a Deployment. Servers of several are a LeaderWorkerSet, whose controller
 starts all pods of a server again when one ends. The secret comes from a Kubernetes Secret with the run's name, which
-is not in the document.
+is not in the document, and so do the variables that the configuration refers to, each under its own name.
 """
 
 from collections.abc import Sequence
@@ -139,6 +139,10 @@ def server_pod(deployment: Deployment, more: Sequence[str] = ()) -> dict[str, An
 
 def pod_of(deployment: Deployment, command: list[str], environment: list[dict[str, Any]], cores: int) -> dict[str, Any]:
     """Return a pod that is placed where these cores are free. It may use more of them, as long as nobody else does."""
+    secrets = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, "key": name, "optional": True}}}
+        for name in deployment.variables
+    ]
     secret = {"secretKeyRef": {"name": deployment.name, "key": "secret"}}
     resources = {"requests": {"cpu": str(cores)}}
     if deployment.gpus_per_node:
@@ -148,7 +152,7 @@ def pod_of(deployment: Deployment, command: list[str], environment: list[dict[st
         "image": deployment.image,
         "command": [deployment.python, *command],
         "workingDir": deployment.workdir,
-        "env": [{"name": "PIPELINERL_SECRET", "valueFrom": secret}, *environment],
+        "env": [{"name": "PIPELINERL_SECRET", "valueFrom": secret}, *secrets, *environment],
         "resources": resources,
         "volumeMounts": [{"name": "results", "mountPath": "/results"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }

@@ -9,7 +9,7 @@ from pipelinerl.launcher.render.deployment import Deployment
 
 
 def render(deployment: Deployment) -> str:
-    """Return the task for `sky launch`, which must get the secret with `--secret PIPELINERL_SECRET`."""
+    """Return the task for `sky launch`, which must get each of its secrets with `--secret NAME`."""
     resources: dict[str, Any] = {"cpus": f"{deployment.cores}+"}
     if deployment.gpus_per_node:
         resources["accelerators"] = f"{deployment.gpu}:{deployment.gpus_per_node}"
@@ -20,7 +20,7 @@ def render(deployment: Deployment) -> str:
         "name": deployment.name,
         "num_nodes": deployment.nodes,
         "resources": resources,
-        "secrets": {"PIPELINERL_SECRET": None},
+        "secrets": dict.fromkeys(["PIPELINERL_SECRET", *deployment.variables]),
         "run": "\n".join(
             [
                 "set -euo pipefail",

@@ -31,6 +31,31 @@ def test_documents_hold_no_secret(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert "a-secret-of-this-test" not in TARGETS[target](deployment(extra_servers=1))
 
 
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_literal_secret_in_the_arguments_is_refused_wherever_the_configuration_is(target: str) -> None:
+    override = "+dataset_loader_params.servers.docs.headers.Authorization=planted-4711"
+    for first in ("--config-name=base", "--config-name=only_in_the_image"):
+        with pytest.raises(ConfigError, match=says("headers.Authorization", "{env: NAME}")) as refused:
+            TARGETS[target](deployment(arguments=(first, "output_dir=/results/x", override), cpus_per_node=8))
+        assert "planted-4711" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["base", "only_in_the_image"])
+def test_documents_ask_for_the_variables_of_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCS_AUTH", "planted-4711")
+    override = "+dataset_loader_params.servers={docs: {headers: {Authorization: {env: DOCS_AUTH}}}}"
+    one = deployment(arguments=(f"--config-name={name}", "output_dir=/results/x", override), extra_servers=1)
+    documents = {target: render(one) for target, render in TARGETS.items()}
+    assert [target for target, document in documents.items() if "planted-4711" in document] == []
+    assert yaml.safe_load(documents["skypilot"])["secrets"] == {"PIPELINERL_SECRET": None, "DOCS_AUTH": None}
+    pods = list(yaml.safe_load_all(documents["jobset"]))
+    gang, server = pods[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"], pods[1]["spec"]["template"]
+    for pod in (gang, server):
+        variables = {each["name"]: each for each in pod["spec"]["containers"][0]["env"]}
+        wanted = {"secretKeyRef": {"name": "guess", "key": "DOCS_AUTH", "optional": True}}
+        assert variables["DOCS_AUTH"]["valueFrom"] == wanted
+
+
 def test_slurm_script_asks_for_the_machines_and_keeps_the_arguments_whole(tmp_path: Path) -> None:
     script = TARGETS["slurm"](deployment(gpus_per_node=8, hours=3))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
