@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.domains.contract import Domain, domains_of
+from pipelinerl.domains.contract import Domain, cfg_of_domains, domains_of
 from pipelinerl.errors import DomainError
 from tests.says import says
 
@@ -137,3 +137,24 @@ def test_required_problem_keys_are_checked(module: types.ModuleType) -> None:
             domain().check_keys(module.rollout, [{"answer": 1}, {"question": 2}])
     finally:
         del module.rollout.required_problem_keys  # type: ignore[attr-defined]
+
+
+def test_loader_gets_the_value_of_a_reference_and_may_not_put_it_into_problems(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "planted-'4711")
+    key = "+dataset_loader_params.my={api_key: {env: MY_KEY}}"
+    module.load = lambda names, my: [{"length": len(my["api_key"])}]  # type: ignore[attr-defined]
+    assert domain(key).train_problems() == [{"length": 13}]
+    module.load = lambda names, my: [{}, {"url": f"https://h/?k={my['api_key']}"}]  # type: ignore[attr-defined]
+    with pytest.raises(DomainError, match=says("`dataset_loader`", "problem 1", "MY_KEY", "recorded")) as refused:
+        domain(key).train_problems()
+    assert "4711" not in str(refused.value)
+
+
+def test_cfg_of_domains_has_values_as_they_are_even_if_they_look_like_interpolations() -> None:
+    value = "pa${ss}\\${x}\\"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MY_KEY", value)
+        cfg = cfg_of_domains({"domain": {"key": {"env": "MY_KEY"}}, "environment": {"env": "maze"}})
+    assert (cfg.domain.key, cfg.environment.env) == (value, "maze")

@@ -215,3 +215,12 @@ def test_foreign_service_behind_a_proxy_of_socks_is_refused(
     assert checks.proxies(start()) == []
     with pytest.raises(ConfigError, match=says(key, "HTTPS_PROXY", "NO_PROXY")):
         checks.proxies(start(own))
+
+
+def test_missing_variable_of_a_reference_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    one = start("+vllm_config.env.HF_TOKEN={env: MY_KEY}")
+    with pytest.raises(ConfigError, match=says("`vllm_config.env.HF_TOKEN`", "MY_KEY", "set it")):
+        checks.variables(one)
+    monkeypatch.setenv("MY_KEY", "here")
+    assert checks.variables(one) == []
