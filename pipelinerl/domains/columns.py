@@ -4,13 +4,13 @@ A column's name may be dotted (`reward_model.ground_truth`): the parts behind a 
 JSON text, or places in lists. Rows of verl, TRL, verifiers and OpenAI need no names at all (docs/guides/your-data.md).
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from pipelinerl.domains.json_text import parse
 from pipelinerl.domains.rows import UnusableRow, is_unusable
 
 QUESTIONS = ("question", "problem", "prompt", "messages", "task")
@@ -67,7 +67,7 @@ def inside(value: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = parse(value)
             except ValueError:
                 return MISSING
         if isinstance(value, dict) and part in value:

@@ -18,6 +18,7 @@ from random import Random
 from typing import Any, TextIO
 
 from pipelinerl.config.origin import DATA_ENDING, data_file
+from pipelinerl.domains.json_text import parse
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.errors import DomainError
 from pipelinerl.world.disk import matching
@@ -206,7 +207,7 @@ def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
             reader = csv.DictReader(stream, restkey=TOO_MANY, delimiter="\t" if form == "tsv" else ",")
             yield from map(without_extra_cells, reader)
         elif form == "json" and (split != "train" or not has_json_lines(stream)):
-            yield from listed_rows(json.load(stream), file, split)
+            yield from listed_rows(parse(stream.read()), file, split)
         else:
             for number, line in enumerate(stream, 1):
                 if line.strip():
@@ -249,7 +250,7 @@ def has_json_lines(stream: TextIO) -> bool:
     """Whether a file holds an object in a line, and something behind it. Leaves the stream at its start."""
     lines = (line for line in stream if line.strip())
     try:
-        return isinstance(json.loads(next(lines, "")), dict) and next(lines, None) is not None
+        return isinstance(parse(next(lines, "")), dict) and next(lines, None) is not None
     except ValueError:
         return False
     finally:
@@ -276,7 +277,7 @@ def listed_rows(content: Any, file: Path, split: str) -> list[Any]:
 
 def json_row(line: str, file: Path, number: int) -> Any:
     try:
-        return json.loads(line)
+        return parse(line)
     except json.JSONDecodeError as error:
         raise DomainError(f"{file}:{number} is not JSON: {error}") from error
 
