@@ -406,6 +406,22 @@ async def test_two_hundred_concurrent_judgements_lose_none():
     sandbox.close()
 
 
+async def test_calls_and_assertions_are_judged_in_the_sandbox(sandbox):
+    calls = TestSuite.from_problem({"inputs": [[[1, 2]]], "outputs": [[1.5]], "fn_name": "f"})
+    code = "class Solution:\n    def f(self, numbers: List[int]): return np.mean(np.array(numbers))"
+    assert (await judge(f"```python\n{code}\n```", calls, sandbox)).status == "correct"
+    asserts = TestSuite.from_problem({"asserts": ["assert f(2) == {(2,): 4}", "assert f(0) is None"], "fn_name": "f"})
+    code = "def f(x): return {(x,): x * x}"
+    verdict = await judge(f"```python\n{code}\n```", asserts, sandbox)
+    assert (verdict.status, verdict.score) == ("wrong", 0.5)
+
+
+async def test_integer_of_many_digits_has_the_time_of_any_other_program(sandbox):
+    suite = TestSuite.from_problem({"inputs": ["6000", "9000000"], "outputs": ["9" * 6000, "9"], "fn_name": None})
+    verdict = await judge("```python\nprint(10 ** int(input()) - 1)\n```", suite, sandbox)
+    assert (verdict.status, verdict.score) == ("wrong", 0.5)
+
+
 async def test_jail_that_died_is_replaced(sandbox):
     mortal = Sandbox(limits=LIMITS, mode=sandbox.mode)
     jail = await mortal._started()

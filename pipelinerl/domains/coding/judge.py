@@ -1,76 +1,126 @@
-"""Judges a program on its tests. Only inputs enter the sandbox. The expected outputs never do.
+"""Judges a program on its tests. Only inputs enter the sandbox beside it. The expected outputs never do.
 
-There are two kinds of tests: standard input → standard output, and function calls with arguments and result as JSON.
+A test is standard input and the text that is expected for it, a call and the values that it may return, or an
+assertion. The calls of an assertion are made beside the program. The assertion itself runs later, on their values
+alone. `docs/verification.md` says what is equal.
 """
 
 import json
+import math
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from pipelinerl.domains.coding.assertions import parse_assertion
+from pipelinerl.domains.coding.completions import extract_code, prepared, standard_imports
+from pipelinerl.domains.json_text import dump, parse
 from pipelinerl.domains.sandbox import Outcome, ProgramRunner
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict, correct, no_answer
 
-FENCE = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+$", re.MULTILINE)
-LANGUAGES = ("", "python", "python3", "py")
 MAX_CODE_CHARS = 100_000
 TOLERANCE = 1e-6
 SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
+NUMBER = re.compile(
+    r"[+-]?(?:(?:(?:0|[1-9][0-9]*+)(?:\.[0-9]*+)?|\.[0-9]++)(?:e[+-]?[0-9]{1,9})?|inf(?:inity)?)",
+    re.ASCII | re.IGNORECASE,
+)
+"""A number without leading zeros: `007` and `7` are different texts."""
+AS_MODULE = "_given = _sys.stdin.read(); __name__ = 'solution'; _sys.modules[__name__] = _sys.modules['__main__']"
+"""A program whose function is called is a module: what it does as a script, such as to read its input, is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """One test: standard input and expected result. For function calls the result is a value, otherwise a text."""
+    """One test."""
 
     __test__ = False
 
     stdin: str
+    """Standard input. Of a call, the list of its arguments as JSON, and of an assertion, the list of its calls."""
     expected: Any
+    """The text, or a tuple of the values that are right, or the code that checks the values of the calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestSuite:
-    """The tests of one problem. If ``function`` is set, they are calls of that function."""
+    """The tests of one problem."""
 
     __test__ = False
 
     tests: tuple[Test, ...]
     function: str | None = None
+    """Whose calls they are. None: they are texts."""
+    setup: str | None = None
+    """Code that runs before assertions. None: they are no assertions."""
 
     @classmethod
     def from_problem(cls, problem: dict[str, Any]) -> "TestSuite":
-        """Reads ``{"inputs": […], "outputs": […], "fn_name": name}``. Without a name, inputs and outputs are texts."""
+        """Reads tests in one of these forms.
+
+        - ``{"inputs": [text], "outputs": [text]}``: standard input and output.
+        - ``{"inputs": [[argument]], "outputs": [value], "fn_name": name}``, as in APPS and TACO: calls. A list of one
+          value stands for itself and for the value.
+        - ``{"inputs": [text], "outputs": [text], "fn_name": name}``, as in LiveCodeBench: JSON, each argument in a line
+          of its own. ``"unwrap": True`` makes them as those of APPS.
+        - ``{"asserts": [code], "fn_name": name, "setup": code}``: assertions about a function.
+
+        Raises:
+            DomainError: there are none, or they have another form.
+        """
+        function, asserts = problem.get("fn_name"), problem.get("asserts")
+        if function is not None and not (isinstance(function, str) and function.isidentifier()):
+            raise DomainError(f"`fn_name` is {function!r}: it must be the name of a function")
+        if asserts is not None:
+            parts = [parse_assertion(one, str(function)) for one in asserts]
+            tests = tuple(Test(stdin=json.dumps(part.expressions), expected=part.check) for part in parts)
+            return cls(tests=tests, function=function, setup=problem.get("setup") or "")
         inputs, outputs = problem.get("inputs"), problem.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
             raise DomainError("a coding problem needs `inputs` and `outputs`, two lists of the same length, not empty")
-        function = problem.get("fn_name")
-        if function is not None and not (isinstance(function, str) and function.isidentifier()):
-            raise DomainError(f"`fn_name` is {function!r}: it must be the name of a function")
-        if function is not None and not all(isinstance(arguments, list) for arguments in inputs):
-            raise DomainError(f"with `fn_name` every one of `inputs` must be a list of arguments, not {inputs[0]!r}")
-        pairs = zip(inputs, outputs, strict=True)
+        pairs = list(zip(inputs, outputs, strict=True))
         if function is None:
             return cls(tests=tuple(Test(stdin=as_text(i), expected=as_text(o)) for i, o in pairs))
-        return cls(tests=tuple(Test(stdin=json.dumps(i), expected=o) for i, o in pairs), function=function)
+        if all(isinstance(value, str) for pair in pairs for value in pair):
+            unwrap = bool(problem.get("unwrap"))
+            calls = [(json_list(i), right_values(parse(o), unwrap)) for i, o in pairs]
+        elif all(isinstance(arguments, list) for arguments in inputs):
+            calls = [(dump(i), right_values(o, True)) for i, o in pairs]
+        else:
+            raise DomainError(
+                "with `fn_name` every one of `inputs` must be a list of arguments, or a text with the JSON of one in "
+                f"each line and its output the text of JSON, not {inputs[0]!r} and {outputs[0]!r}"
+            )
+        return cls(tests=tuple(Test(stdin=i, expected=o) for i, o in calls), function=function)
+
+    def program(self, code: str, marker: str) -> str:
+        """Returns what runs in the sandbox. Each answer but a text stands behind ``marker``."""
+        if self.function is None:
+            return prepared(code)
+        if self.setup is None:
+            ending = running("calls.py", "call", "globals()", repr(self.function), "_given", repr(marker))
+            return prepared(code, before=AS_MODULE, after=ending)
+        calls = "\n".join(expression for test in self.tests for expression in json.loads(test.stdin))
+        ending = running("calls.py", "evaluate", "globals()", repr(self.setup), "_given", repr(marker))
+        return prepared(code, before=AS_MODULE, after=ending, names_in=f"{self.setup}\n{calls}")
+
+
+def json_list(lines: str) -> str:
+    """Returns the JSON of a list of what the lines hold. JSON has no line break inside of a text."""
+    return "[" + ",".join(line for line in lines.split("\n") if line.strip()) + "]"
+
+
+def right_values(output: Any, unwrap: bool) -> tuple[Any, ...]:
+    return (output, output[0]) if unwrap and isinstance(output, list) and len(output) == 1 else (output,)
 
 
 def as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def extract_code(completion: str) -> str | None:
-    """Returns the last closed fenced block that is Python or names no language. None if there is none."""
-    code, opening = None, None
-    for fence in FENCE.finditer(completion):
-        if opening is None:
-            opening = fence
-        else:
-            if opening[1].lower() in LANGUAGES:
-                code = completion[opening.end() + 1 : fence.start()]
-            opening = None
-    return code
 
 
 async def judge(completion: str, suite: TestSuite, runner: ProgramRunner) -> Verdict:
@@ -89,15 +139,12 @@ async def judge(completion: str, suite: TestSuite, runner: ProgramRunner) -> Ver
     if len(code) > MAX_CODE_CHARS:
         return Verdict(status="unparsable", detail=f"a program of more than {MAX_CODE_CHARS} characters")
     marker = secrets.token_hex(16)
-    program = code if suite.function is None else code + harness(suite.function, marker)
-    outcomes = await runner.run_python(program, [test.stdin for test in suite.tests])
+    outcomes = await runner.run_python(suite.program(code, marker), [test.stdin for test in suite.tests])
     last = outcomes[0].stderr.rstrip().rpartition("\n")[2]
     if outcomes[0].exit_code and last.startswith(SYNTAX_ERRORS):
         return Verdict(status="unparsable", detail=last[:200])
-    passed = [
-        passes(outcome, test, marker if suite.function else None)
-        for outcome, test in zip(outcomes, suite.tests, strict=False)
-    ]
+    answers = [answer_of(outcome, marker if suite.function else "") for outcome in outcomes]
+    passed = await passed_tests(suite, answers, runner)
     if len(passed) == len(suite.tests) and all(passed):
         return correct()
     first = next((i for i, good in enumerate(passed) if not good), len(passed) - 1)
@@ -105,72 +152,97 @@ async def judge(completion: str, suite: TestSuite, runner: ProgramRunner) -> Ver
     return Verdict(status="wrong", score=sum(passed) / len(suite.tests), detail=detail)
 
 
-def harness(function: str, marker: str) -> str:
-    """Returns code that calls the function, or the method of ``class Solution``, with the arguments on standard input.
-
-    It prints ``marker`` and the result as JSON.
-    """
-    return f"""
-
-if __name__ == "__main__":
-    import json as _json, sys as _sys
-    _function = globals().get({function!r}) or getattr(Solution(), {function!r})
-    _result = _function(*_json.loads(_sys.stdin.read()))
-    print({marker!r} + _json.dumps(_result, default=list))
-"""
+def running(file: str, function: str, *arguments: str) -> str:
+    """Returns code that calls a function of a file beside this one, in a namespace of its own."""
+    return f"_own = {{}}\nexec({source(file)!r}, _own)\n_own[{function!r}]({', '.join(arguments)})\n"
 
 
-def passes(outcome: Outcome, test: Test, marker: str | None) -> bool:
-    """Whether one run produced the expected result. ``marker`` precedes the value of a function call."""
+@cache
+def source(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+
+
+def answer_of(outcome: Outcome, marker: str) -> str | None:
+    """Returns what the program wrote, behind ``marker`` if there is one. None if it failed."""
     if outcome.ended != "exited" or outcome.exit_code != 0:
-        return False
-    if marker is None:
-        return same_text(outcome.stdout, test.expected)
-    _, found, value = outcome.stdout.rpartition(marker)
+        return None
+    if not marker:
+        return outcome.stdout
+    _, found, answer = outcome.stdout.rpartition(marker)
+    return answer if found else None
+
+
+async def passed_tests(suite: TestSuite, answers: Sequence[str | None], runner: ProgramRunner) -> list[bool]:
+    """Returns for each answer whether it is right. Assertions run in the sandbox, without the program."""
+    pairs = list(zip(answers, (test.expected for test in suite.tests), strict=False))
+    if suite.function is None:
+        return [answer is not None and same_text(answer, text) for answer, text in pairs]
+    if suite.setup is None or not any(answers):
+        return [answer is not None and is_value(answer, values) for answer, values in pairs]
+    marker, checks = secrets.token_hex(16), [check for _, check in pairs]
+    setup = "\n".join([*standard_imports("\n".join([suite.setup, *checks])), suite.setup])
+    program = prepared(
+        "", after=running("checks.py", "check", repr(setup), repr(checks), "_sys.stdin.read()", repr(marker))
+    )
+    (outcome, *_) = await runner.run_python(program, [json.dumps([answer or "" for answer in answers])])
+    held = json.loads(answer_of(outcome, marker) or "[]")
+    return [bool(held) and held[index] for index in range(len(answers))]
+
+
+def is_value(answer: str, values: tuple[Any, ...]) -> bool:
+    """Whether the value that a call wrote is one of the right ones."""
     try:
-        return bool(found) and same_value(json.loads(value), test.expected)
-    except (ValueError, RecursionError):
+        actual = parse(answer, object_hook=json_value)
+    except (ValueError, LookupError, TypeError, RecursionError):  # no JSON, or a value that JSON does not have
         return False
+    return any(same_value(actual, value) for value in values)
+
+
+def json_value(kind: dict[str, Any]) -> Any:
+    """What JSON has for a value that `calls.py` wrote. A set has no order, so it is no list."""
+    ((name, items),) = kind.items()
+    if name == "dict":
+        return {key if isinstance(key, str) else json.dumps(key): item for key, item in items}
+    return {"tuple": list, "iterator": list}[name](items)
 
 
 def same_text(actual: str, expected: str) -> bool:
-    """Whether the lines are equal, ignoring trailing spaces and trailing empty lines.
-
-    Decimal numbers may differ by 1e-6, relative if they are larger than 1.
-    """
-    left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (actual, expected))
-    if left == right:
-        return True
-    if len(left) != len(right):
-        return False
-    words = [(a.split(), b.split()) for a, b in zip(left, right, strict=True)]
-    return all(len(a) == len(b) and all(map(same_word, a, b)) for a, b in words)
+    """Whether the lines that are not empty have the same words. Decimal numbers may differ by `TOLERANCE`."""
+    left, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (actual, expected))
+    return len(left) == len(right) and all(map(same_line, left, right))
 
 
-def same_word(actual: str, expected: str) -> bool:
+def same_line(actual: list[str], expected: list[str]) -> bool:
+    """Whether two lines have the same words. In a line of numbers, 5 and 5.0 are the same."""
     if actual == expected:
         return True
-    if "." not in expected:
+    numbers = all(map(NUMBER.fullmatch, actual + expected))
+    return len(actual) == len(expected) and all(same_word(a, b, numbers) for a, b in zip(actual, expected, strict=True))
+
+
+def same_word(actual: str, expected: str, among_numbers: bool) -> bool:
+    if actual == expected:
+        return True
+    if not (NUMBER.fullmatch(actual) and NUMBER.fullmatch(expected)):
         return False
-    try:
-        return close(float(actual), float(expected))
-    except ValueError:
-        return False
+    if "." in expected and close(float(actual), float(expected)):
+        return True
+    return among_numbers and Decimal(actual) == Decimal(expected)
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Whether JSON values are equal. Floats may differ by 1e-6, relative if they are larger than 1."""
-    if isinstance(expected, float) and isinstance(actual, int | float) and not isinstance(actual, bool):
-        return close(actual, expected)
-    if isinstance(expected, list | tuple) and isinstance(actual, list):
+    """Whether JSON values are equal, as Python's ``==`` says. Two floats may differ by rounding, 1e-9 relative."""
+    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
         return len(actual) == len(expected) and all(map(same_value, actual, expected))
     if isinstance(expected, dict) and isinstance(actual, dict):
         return actual.keys() == expected.keys() and all(same_value(actual[key], expected[key]) for key in expected)
+    if isinstance(expected, float) and isinstance(actual, float):
+        return math.isclose(actual, expected)
+    if isinstance(expected, int | float) and isinstance(actual, int | float):
+        return actual == expected
     return type(actual) is type(expected) and actual == expected
 
 
 def close(actual: float, expected: float) -> bool:
-    try:
-        return abs(actual - expected) <= TOLERANCE * max(1.0, abs(expected))
-    except OverflowError:  # a whole number beyond every float
-        return False
+    """Whether two numbers differ by no more than `TOLERANCE`, relative if they are larger than 1."""
+    return abs(actual - expected) <= TOLERANCE * max(1.0, abs(expected))

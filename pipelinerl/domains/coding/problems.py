@@ -1,13 +1,14 @@
 """Loads coding problems from Hugging Face data sets or local files. A problem consists of a task and its tests."""
 
-import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from pipelinerl.domains.coding.judge import TestSuite
-from pipelinerl.domains.columns import column, question_of
+from pipelinerl.domains.coding.published import usable_tests
+from pipelinerl.domains.columns import QUESTIONS as USUAL_QUESTIONS
+from pipelinerl.domains.columns import found_column, inside, question_of
 from pipelinerl.domains.datasets import rows_of
-from pipelinerl.errors import DomainError
+from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 
 INTELLECT = "PrimeIntellect/INTELLECT-3-RL:code@train"
 NAMED: dict[str, tuple[str, str | None]] = {
@@ -17,8 +18,8 @@ NAMED: dict[str, tuple[str, str | None]] = {
     "intellect3_lcbv5": (INTELLECT, "lcbv5"),
 }
 """Name → (data set, the `source` in its column `info` that counts)."""
-TESTS = ("tests", "input_output", "test_cases", "reward_model.ground_truth", "info")
-"""Usual columns of the tests."""
+QUESTIONS = (*USUAL_QUESTIONS, "question_content", "text")
+"""Usual columns of the task. The last two are LiveCodeBench's and MBPP's."""
 
 
 def load_problems(
@@ -27,26 +28,29 @@ def load_problems(
     max_problems: int | None = None,
     max_tests: int | None = None,
     streaming: bool = True,
+    max_left_out: float = MAX_LEFT_OUT,
 ) -> list[dict[str, Any]]:
     """Loads problems ``{"dataset", "task", "tests", "id"}`` of all data sets, in order.
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``NAMED``.
-        columns: field → column. By default the first of ``pipelinerl.domains.columns`` or ``TESTS`` that exists. The
-            tests are
-            ``{"inputs": […], "outputs": […], "fn_name": …}``, or that as JSON, or under ``tests`` of such a mapping.
-        max_problems: maximum per data set. None: all.
+        columns: field → column. By default the first of `QUESTIONS`, and what `published.usable_tests` looks for.
+        max_problems: maximum of rows that are read per data set. None: all.
         max_tests: use only the first tests of a problem. None: all.
         streaming: read Hugging Face data sets as a stream.
+        max_left_out: largest share of a data set's rows that may be left out because they cannot be judged.
     Raises:
-        DomainError: a column does not exist, or the tests of a row cannot be used.
+        DomainError: a column does not exist, or too many rows cannot be judged.
     """
-    problems = []
+    problems: list[dict[str, Any]] = []
     for name in dataset_names:
-        for index, row in enumerate(named_rows(name, streaming)):
-            if max_problems is not None and index >= max_problems:
-                break
-            problems.append(problem_of(row, columns or {}, name, index, max_tests))
+        problems += load_usable(
+            name,
+            named_rows(name, streaming),
+            partial(problem_of, dataset=name, columns=columns or {}, max_tests=max_tests),
+            max_rows=max_problems,
+            max_left_out=max_left_out,
+        )
     return problems
 
 
@@ -54,25 +58,28 @@ def named_rows(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
     """Yields the rows of a data set that is named here, or of any other that `rows_of` reads."""
     source, part = NAMED.get(name, (name, None))
     for row in rows_of(source, streaming):
-        if part is None or json.loads(row["info"]).get("source") == part:
+        if part is None or inside(row, "info.source") == part:
             yield row
 
 
 def problem_of(
-    row: dict[str, Any], columns: dict[str, str], dataset: str, index: int, max_tests: int | None
+    row: dict[str, Any], index: int, *, dataset: str, columns: dict[str, str], max_tests: int | None
 ) -> dict[str, Any]:
-    task = question_of(row, columns.get("task"))
-    tests = column(row, columns.get("tests"), TESTS, "tests")
-    try:
-        tests = mapping_of(tests)
-        tests = mapping_of(tests["tests"]) if "tests" in tests else tests
-        tests = {**tests, "inputs": tests["inputs"][:max_tests], "outputs": tests["outputs"][:max_tests]}
-        TestSuite.from_problem(tests)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DomainError(f"dataset {dataset!r}: the tests of row {index} cannot be used: {error}") from error
+    """Reads one row.
+
+    Raises:
+        UnusableRow: the row has no task, or no tests that can be run.
+    """
+    found = found_column(row, columns.get("task"), QUESTIONS)
+    task = question_of(row, found[0] if found else columns.get("task"))
+    tests = usable_tests(row, columns.get("tests"), max_tests)
+    if isinstance(task, str):
+        task += interface(tests, row.get("starter_code"))
     return {"dataset": dataset, "task": task, "tests": tests, "id": index}
 
 
-def mapping_of(tests: Any) -> dict[str, Any]:
-    """Decodes a mapping that may be JSON text."""
-    return dict(json.loads(tests) if isinstance(tests, str) else tests)
+def interface(tests: dict[str, Any], starter_code: Any) -> str:
+    """Returns what a task says of the function's arguments: the row's starter code, or the first assertion."""
+    if isinstance(starter_code, str) and starter_code.strip():
+        return f"\n\nBegin with this code:\n```python\n{starter_code.rstrip()}\n```"
+    return f"\n\nThis must hold: `{tests['asserts'][0]}`" if "asserts" in tests else ""

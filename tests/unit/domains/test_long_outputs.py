@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.chat.reading import read_hermes, read_rl_tool
 from pipelinerl.countdown_utils import validate_format
-from pipelinerl.domains.coding.judge import extract_code
+from pipelinerl.domains.coding.completions import extract_code
 from pipelinerl.domains.countdown.judge import part_to_judge
 from pipelinerl.domains.instructions.judge import is_json, sentences
 from pipelinerl.domains.math.judge import last_boxed
@@ -22,6 +22,11 @@ N = 1_000_000
 LONG: dict[str, tuple[Callable[[], object], object]] = {
     "a fence in one long line": (lambda: extract_code("```" + "a" * N + "`"), None),
     "a fence and blanks": (lambda: extract_code("```" + " " * N + "`"), None),
+    "blanks in a block": (
+        lambda: len(extract_code("  ```\n" + " " * N + "\nprint" + " " * N + "\n  ```") or ""),
+        2 * N + 5,
+    ),
+    "blocks": (lambda: extract_code("```\n\n```\n" * (N // 9)), "\n"),
     "blanks behind a tag": (lambda: judge_tool_use("<answer>" + " " * N, "1").status, "no_answer"),
     "tags that open": (lambda: judge_tool_use("<answer>" * (N // 8), "1").status, "no_answer"),
     "blanks in a list of calls": (lambda: read_rl_tool("<tool_calls>x" + " " * N + "y").calls, []),

@@ -1,0 +1,159 @@
+"""Reads a row's tests in the forms in which data sets publish them: APPS, TACO, LiveCodeBench, MBPP, HumanEval."""
+
+import base64
+import io
+import pickle
+import re
+import zlib
+from typing import Any
+
+from pipelinerl.domains.coding import assertions
+from pipelinerl.domains.coding.judge import TestSuite, as_text
+from pipelinerl.domains.columns import found_column, inside
+from pipelinerl.domains.json_text import dump, parse
+from pipelinerl.domains.rows import UnusableRow, is_unusable
+from pipelinerl.errors import DomainError
+
+USUAL = ("tests", "input_output", "test_cases", "reward_model.ground_truth", "info", "test_list", "test")
+"""Usual columns of the tests."""
+LIVE_CODE = ("public_test_cases", "private_test_cases")
+"""LiveCodeBench's columns, which count together."""
+MAX_BYTES = 1 << 30
+"""Of a row's compressed tests."""
+DEFINITION = re.compile(r"^[ \t]*def[ \t]+(\w+)", re.MULTILINE)
+
+Row = dict[str, Any]
+Tests = dict[str, Any]
+
+
+def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
+    """Returns a row's tests in a form that `TestSuite.from_problem` reads, as texts.
+
+    Args:
+        row: column → value.
+        name: the column of the tests. None: those of `LIVE_CODE`, or the first of `USUAL` that has a value.
+        max_tests: no more than this. None: all.
+    Raises:
+        UnusableRow: there are none, or they cannot be run.
+    """
+    try:
+        tests = form_of(value_of(row, name), row)
+        TestSuite.from_problem(tests)
+        tests = first_tests(as_texts(tests), max_tests)
+        if "inputs" in tests and tests.get("fn_name"):
+            for test in TestSuite.from_problem(tests).tests:
+                parse(test.stdin)
+        return tests
+    except UnusableRow:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UnusableRow("the tests cannot be used", str(error)) from error
+
+
+def value_of(row: Row, name: str | None) -> Any:
+    """Returns what the columns of the tests hold."""
+    live = [decoded(row[column]) for column in LIVE_CODE if not is_unusable(row.get(column))]
+    if live and not name:
+        return [case for cases in live for case in cases]
+    for column in (name,) if name else USUAL:
+        found = found_column(row, column, ())
+        if found and not is_unusable(found[1]):
+            return found[1]
+    raise UnusableRow("the row has no tests", f"its columns are {sorted(row)}: dataset_loader_params.columns.tests")
+
+
+def form_of(value: Any, row: Row) -> Tests:
+    """Returns tests in a form that `TestSuite.from_problem` reads.
+
+    Raises:
+        DomainError: they have another form.
+    """
+    value = decoded(value)
+    if isinstance(value, dict) and "tests" in value:
+        return form_of(value["tests"], row)
+    if not value or (isinstance(value, dict) and not value.get("inputs", True)):
+        raise UnusableRow("the row has no tests")
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, str) and row.get("entry_point"):
+        return assertions.of_check(value, row["entry_point"])
+    if isinstance(value, str) or all(isinstance(line, str) for line in value):
+        lines = [value] if isinstance(value, str) else value
+        before = [*(row.get("test_imports") or []), row.get("test_setup_code")]
+        return assertions.of_list(lines, "\n".join(line for line in before if isinstance(line, str)))
+    return of_cases(value, row)
+
+
+def of_cases(cases: list[Row], row: Row) -> Tests:
+    """Reads ``[{"input", "output", "testtype"}]``, as LiveCodeBench has them. Others name the last key ``type``."""
+    tests = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+    if all((case.get("testtype") or case.get("type") or "stdin").startswith("stdin") for case in cases):
+        return tests
+    named = [case.get("fn_name") or inside(case, "metadata.func_name") for case in cases]
+    named += [inside(row, "metadata.func_name"), *DEFINITION.findall(str(row.get("starter_code")))]
+    function = next((name for name in named if isinstance(name, str)), None)
+    if function is None:
+        raise DomainError("calls of a function without its name")
+    return {**tests, "fn_name": function}
+
+
+def as_texts(tests: Tests) -> Tests:
+    """Returns the same tests as texts, which every message between processes can hold."""
+    if "asserts" in tests:
+        return tests
+    inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
+    if function is None:
+        if any(is_unusable(output) and not isinstance(output, str) for output in outputs):
+            raise DomainError("a test without an output")
+        return {
+            "inputs": ["" if each is None else as_text(each) for each in inputs],
+            "outputs": list(map(as_text, outputs)),
+        }
+    if isinstance(inputs[0], str):
+        return {key: tests[key] for key in ("inputs", "outputs", "fn_name", "unwrap") if key in tests}
+    lines = ["\n".join(map(dump, arguments)) for arguments in inputs]
+    return {"inputs": lines, "outputs": list(map(dump, outputs)), "fn_name": function, "unwrap": True}
+
+
+def first_tests(tests: Tests, count: int | None) -> Tests:
+    return {key: value[:count] if isinstance(value, list) else value for key, value in tests.items()}
+
+
+def decoded(value: Any) -> Any:
+    """Decodes JSON, and JSON that LiveCodeBench compressed. Returns another text, such as code, as it is.
+
+    Raises:
+        DomainError: the compressed text is too large, or no text.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse(value)
+    except ValueError:
+        pass
+    try:
+        packed = zlib.decompressobj()
+        content = packed.decompress(base64.b64decode(value, validate=True), MAX_BYTES)
+    except (ValueError, zlib.error):
+        return value
+    if not packed.eof:
+        raise DomainError(f"compressed tests that are cut off or larger than {MAX_BYTES >> 20} MiB")
+    return parse(unpickled_text(content))
+
+
+def unpickled_text(content: bytes) -> str:
+    """Returns the text in a pickle that holds nothing else. No code of the pickle runs."""
+    try:
+        value = TextUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle raises any exception
+        raise DomainError(f"compressed tests that are no pickled text: {error}") from error
+    if not isinstance(value, str | bytes):
+        raise DomainError(f"compressed tests that are no pickled text: {type(value).__name__}")
+    return value.decode() if isinstance(value, bytes) else value
+
+
+class TextUnpickler(pickle.Unpickler):
+    """Reads no classes and no functions. `find_class` is the only way from a pickle to code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
