@@ -108,8 +108,9 @@ def completion_fits_server(config: Config) -> str | None:
 
 
 def server_variables_are_of_their_types(config: Config) -> str | None:
+    literal = {name: value for name, value in config.vllm_config.env.items() if isinstance(value, str)}
     try:
-        checked_variables(config.vllm_config.env)
+        checked_variables(literal)
     except ConfigError as error:
         return f"`vllm_config.env`: {error}"
     return None
