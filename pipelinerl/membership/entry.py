@@ -15,11 +15,11 @@ from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run,
 from pipelinerl.membership.joining import JOINING, Whereabouts, claim_name, job_of, reach_of, split_name
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.registration import Registration, new_incarnation
-from pipelinerl.membership.role import own_rank
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError, StoreRefusedError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.placement import PARTS, SERVER_KINDS
+from pipelinerl.world.process import own_rank
 from pipelinerl.world.proxies import bypass
 from pipelinerl.world.tls import adopt
 

@@ -36,7 +36,7 @@ from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.world.home import writable_folders
-from pipelinerl.world.process import die_with_parent, in_utf8, raise_open_files
+from pipelinerl.world.process import die_with_parent, in_utf8, own_rank, raise_open_files
 
 if TYPE_CHECKING:
     from pipelinerl.membership.entry import Entry, Membership
@@ -229,8 +229,3 @@ def status_name(job_name: str) -> str:
     """Name of this process's status. Ranks above 0 of a distributed job have their own: `finetune_0.rank1`."""
     rank = own_rank(job_name)
     return f"{job_name}.rank{rank}" if rank else job_name
-
-
-def own_rank(job_name: str) -> int:
-    """Rank of this process in its job. Only the trainer has several. A platform's `RANK` says nothing of other jobs."""
-    return int(os.environ.get("RANK", "0")) if job_name.startswith("finetune") else 0

@@ -111,3 +111,8 @@ def process_restored() -> Iterator[None]:
         sys.argv = arguments
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def own_rank(job_name: str) -> int:
+    """Rank of this process in its job. Only the trainer has several. A platform's `RANK` says nothing of other jobs."""
+    return int(os.environ.get("RANK", "0")) if job_name.startswith("finetune") else 0
