@@ -38,7 +38,6 @@ def user_cache() -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    os.environ.update(writable_folders(os.environ))
     make = from_gguf if words[:1] == ["gguf"] else from_recipe
     try:
         print(make(words))
@@ -80,4 +79,5 @@ def from_recipe(words: list[str]) -> Path:
 
 
 if __name__ == "__main__":
+    os.environ.update(writable_folders(os.environ))
     sys.exit(main())

@@ -11,7 +11,13 @@ from pipelinerl.config.environment import VARIABLES, checked_variables, is_on
 from pipelinerl.errors import ConfigError
 from tests.says import says
 
-SET_BY_US = {"ACCELERATE_USE_DEEPSPEED", "HYDRA_FULL_ERROR", "LD_BIND_NOW", "VLLM_WORKER_MULTIPROC_METHOD"} | {
+SET_BY_US = {
+    "ACCELERATE_USE_DEEPSPEED",
+    "HYDRA_FULL_ERROR",
+    "LD_BIND_NOW",
+    "PYTHONUTF8",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+} | {
     "PIPELINERL_NO_API_KEY"  # named to another library, and never set
 }
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")

@@ -60,6 +60,7 @@ REFUSED = {
     "temperature_is_one_value": {"finetune__rl__temperature": 0.7},
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
+    "server_variables_are_of_their_types": {"vllm_config__env": {"OMP_NUM_THREADS": "abc"}},
     "renderer_is_alone": {"llm__renderer": "qwen3", "llm__chat_template": "own.jinja"},
     "domains_are_told_apart": {"domains": [domain("a/b")]},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},

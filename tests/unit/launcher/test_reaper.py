@@ -146,7 +146,7 @@ def test_segment_of_another_device_with_the_same_inode_is_another_one(
     status = path.stat()
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev) + away:02x}"
     line = f"7f0000000000-7f0000001000 rw-s 00000000 {device} {status.st_ino}    {path}\n"
-    monkeypatch.setattr(reaper, "open", lambda name: io.StringIO(line), raising=False)
+    monkeypatch.setattr(reaper, "open", lambda name, **_: io.StringIO(line), raising=False)
     try:
         assert reaper.shared_memory_of([1]) == ({str(path)} if is_held else set())
     finally:
