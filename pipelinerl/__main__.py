@@ -99,7 +99,7 @@ def help_text() -> str:
 def first_comment(name: str) -> str:
     """Returns the comment in the first line of a configuration, which says what it is."""
     path = next(path for folder in search_path() if (path := Path(folder) / f"{name}.yaml").is_file())
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
     return line.lstrip("# ").strip() if line.startswith("#") else ""
 

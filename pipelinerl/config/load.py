@@ -21,6 +21,18 @@ from pipelinerl.config.units import in_steps
 from pipelinerl.config.variables import check_secrets, references
 from pipelinerl.errors import ConfigError
 
+UNITS = {
+    "_ms": "milliseconds",
+    "_s": "seconds",
+    "_minutes": "minutes",
+    "_kb": "kilobytes",
+    "_mb": "megabytes",
+    "_tokens": "tokens",
+    "_chars": "characters",
+    "_steps": "optimizer steps",
+}
+"""The unit of a key's number, by the end of its name."""
+
 
 def validate(cfg: DictConfig) -> Config:
     """Check types, bounds, unknown keys and the rules across sections."""
@@ -126,6 +138,9 @@ def _explain(item: Any) -> str:
         if is_free_form(key):  # of an entry that `base` does not have
             return f"`{key}` must be given"
         return f"`{key}` is missing: start the experiment's YAML with `defaults: [base, _self_]` or set it"
+    unit = next((name for end, name in UNITS.items() if key.endswith(end)), None)
+    if unit and isinstance(item["input"], str):
+        return f"`{key}` is {item['input']!r}: it is a number of {unit}, without a unit"
     constraint = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return f"`{key}` is {item['input']!r}: it {constraint}"
 

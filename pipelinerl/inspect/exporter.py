@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from pipelinerl.config.load import load_run
 from pipelinerl.config.paths import METRICS
 from pipelinerl.errors import told_in_one_line
+from pipelinerl.inspect.reading import port_number
 from pipelinerl.inspect.report import read_metrics_tail
 from pipelinerl.membership.address import address_of, open_store
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pipelinerl exporter", description="A run's figures for Prometheus, until interrupted."
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--port", type=int, default=9400, help="on --host (default: %(default)s)")
+    parser.add_argument("--port", type=port_number, default=9400, help="on --host (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--scrape-config", action="store_true", help="print what Prometheus is given, and end")
     parser.add_argument("--dashboard", action="store_true", help="print the dashboard for Grafana, and end")

@@ -22,6 +22,21 @@ from pipelinerl.errors import StreamError
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.streams import backend_from_config, set_streams_backend
 from pipelinerl.streams.redis_server import await_redis, exclusively, redis_config, start_redis, stop_redis
+from pipelinerl.world.network import LARGEST_PORT
+
+
+def natural(text: str) -> int:
+    """An argument that is a number of things, or the number of one."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def port_number(text: str) -> int:
+    if (value := natural(text)) > LARGEST_PORT:
+        raise argparse.ArgumentTypeError(f"{value} is above {LARGEST_PORT}")
+    return value
 
 
 def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:

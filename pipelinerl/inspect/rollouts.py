@@ -37,7 +37,7 @@ from pipelinerl.inspect.decode import (
     text_of,
     text_or_numbers,
 )
-from pipelinerl.inspect.reading import command_parser, look_into
+from pipelinerl.inspect.reading import command_parser, look_into, natural
 from pipelinerl.inspect.samples import SeenRollout, matching, read_tests, read_training
 from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams.codec import jsonable
@@ -239,13 +239,6 @@ def parser() -> argparse.ArgumentParser:
     some.add_argument("--last", type=natural, metavar="K", help=f"the newest K ({SHOWN}; with --json all)")
     some.add_argument("--all", action="store_true", help="all of them")
     return own
-
-
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelinerl.errors import PipelineRLError, StreamError, visible
 from pipelinerl.inspect.decode import text_or_numbers
-from pipelinerl.inspect.reading import look_into
+from pipelinerl.inspect.reading import look_into, natural
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
 from pipelinerl.inspect.samples import EVALUATED, seen_group
 from pipelinerl.inspect.verify import finding_lines
@@ -105,8 +105,10 @@ def _parser() -> argparse.ArgumentParser:
 
     tail_parser = add("tail", tail)
     tail_parser.add_argument("topic", help="a topic (actor) or one stream of it (training_data/0/1)")
-    tail_parser.add_argument("--last", type=int, default=10, metavar="N", help="records to begin with (10)")
-    tail_parser.add_argument("--from", type=int, dest="first", metavar="OFFSET", help="begin at this record instead")
+    tail_parser.add_argument("--last", type=natural, default=10, metavar="N", help="records to begin with (10)")
+    tail_parser.add_argument(
+        "--from", type=natural, dest="first", metavar="OFFSET", help="begin at this record instead"
+    )
     tail_parser.add_argument("--text", action="store_true", help="rollouts as conversations (actor, actor_test)")
     tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
     add("stats", stats).add_argument("--json", action="store_true", help="as JSON")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.config.paths import CONF_DIR, config_names
+from pipelinerl.config.paths import CONF_DIR, config_names, search_path
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.observability.logging import shown
 from pipelinerl.world.process import process_restored
@@ -94,11 +94,13 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
         return refuse(f"--config-dir={config_dir}: there is no such folder")
     set_search_path(config_dir)
     codes: list[int] = []
+    composed: list[DictConfig] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="base")
     def task(cfg: "DictConfig") -> None:
         from pipelinerl.launcher.program import launch
 
+        composed.append(cfg)
         overrides = list(HydraConfig.get().overrides.task)
         try:
             codes.append(launch(cfg, overrides, **({"command_of": command_of} if command_of else {})))
@@ -111,6 +113,10 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
         task()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         return refuse(explain_refusal(error, config_names(config_dir)))
+    except Exception as error:  # what Python raises inside Hydra, where a file is no configuration
+        if composed:
+            raise
+        return refuse(explain_file(error, config_dir))
     return max(codes, default=0)
 
 
@@ -227,6 +233,11 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
             return fault_of(key) or explain_new_key(key, siblings_of(error))
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if isinstance(error, OverrideParseException):
+        meant = difflib.get_close_matches(error.override, names, n=1, cutoff=0.8)
+        if meant:
+            return (
+                f"`{error.override}` is not of the form key=value; a configuration is named by --config-name={meant[0]}"
+            )
         return explain_override(error.override)
     if isinstance(error, MissingConfigException) and "primary config" in text:
         name = str(error.missing_cfg_file).removesuffix(".yaml")
@@ -242,6 +253,17 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
         mark = error.problem_mark
         return f"{mark.name}:{mark.line + 1}: not valid YAML: {error.problem}"
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def explain_file(error: Exception, config_dir: str | None) -> str:
+    """Describes an error of Python's that Hydra met in a file of the configuration."""
+    files = [path for folder in search_path(config_dir) for path in sorted(folder.rglob("*.yaml")) if path.is_file()]
+    if isinstance(error, UnicodeDecodeError):
+        wrong = [str(path) for path in files if error.object in path.read_bytes()]
+        return f"{', '.join(wrong) or 'a configuration'} is no text in UTF-8: save it as that ({error})"
+    fix = "; write `defaults: [base, _self_]`" if "defaults" in str(error) else ""
+    told = " ".join(str(error).split()) or type(error).__name__
+    return f"the configuration cannot be composed: {told}{fix}"
 
 
 def siblings_of(error: Exception) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A container without a locale, for Pythons that would mend it themselves."""
@@ -26,6 +27,16 @@ def test_help_of_every_command_needs_neither_docstrings_nor_a_locale() -> None:
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, env=os.environ | ASCII, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.endswith(b"[] 0\n")
+
+
+def test_help_beside_a_file_that_is_no_text_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/mine.yaml").write_bytes("# mine\n".encode("utf-16"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl", "--help"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"  mine " in done.stdout
 
 
 def test_program_in_a_locale_without_utf8_starts_again_in_utf8() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.page.build import LOOPBACK, LiveRuns, make_server, write_page
-from pipelinerl.inspect.reading import command_parser
+from pipelinerl.inspect.reading import command_parser, port_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {REPORT_FILE} in the first run's folder")
     own.add_argument("--serve", action="store_true", help="serve it on loopback, kept up to date during a run")
-    own.add_argument("--port", type=int, default=0, help="of --serve; else a free one")
+    own.add_argument("--port", type=port_number, default=0, help="of --serve; else a free one")
     return own
 
 

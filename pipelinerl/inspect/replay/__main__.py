@@ -26,7 +26,7 @@ from typing import Any
 from pipelinerl.config.engine import engine_of, traits_of
 from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line, visible
 from pipelinerl.inspect.decode import text_or_numbers
-from pipelinerl.inspect.reading import command_parser, look_into
+from pipelinerl.inspect.reading import command_parser, look_into, natural
 from pipelinerl.inspect.replay import folder as files
 from pipelinerl.inspect.replay import show
 from pipelinerl.inspect.replay.compare import compare_step
@@ -144,7 +144,7 @@ def setting(text: str) -> tuple[str, Any]:
 def parser() -> argparse.ArgumentParser:
     own = command_parser("replay", __doc__)
     own.add_argument("run", type=Path, help="the run folder, or a bundle")
-    own.add_argument("--step", type=int, help="the optimizer step")
+    own.add_argument("--step", type=natural, help="the optimizer step")
     own.add_argument(
         "--with",
         dest="changes",
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("--mismatch", action="store_true", help="split the gap between trainer and server into causes")
     own.add_argument("--export", type=Path, metavar="FILE", help="write the bundle instead of computing the step")
-    own.add_argument("--tokens", type=int, default=TOKENS, metavar="K", help=f"tokens to show ({TOKENS})")
+    own.add_argument("--tokens", type=natural, default=TOKENS, metavar="K", help=f"tokens to show ({TOKENS})")
     own.add_argument("--json", action="store_true", help="everything as one JSON object")
     return own
 

@@ -24,7 +24,7 @@ from typing import Any
 from pipelinerl.domains.contract import Domain, cfg_of_domains, domains_of
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError, visible
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
-from pipelinerl.inspect.reading import command_parser
+from pipelinerl.inspect.reading import command_parser, natural
 from pipelinerl.launcher.command_line import composed, quoted
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
@@ -53,9 +53,9 @@ def parser() -> argparse.ArgumentParser:
     found = command_parser("doctor", __doc__)
     found.add_argument("--config-name", required=True, metavar="NAME", help="the experiment")
     found.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own configurations")
-    found.add_argument("--problems", type=int, default=24, metavar="N", help="problems that every player plays")
+    found.add_argument("--problems", type=natural, default=24, metavar="N", help="problems that every player plays")
     found.add_argument("--seconds", type=float, default=40.0, metavar="S", help="a slow domain plays fewer problems")
-    found.add_argument("--parallel", type=int, default=8, metavar="N", help="rollouts at a time")
+    found.add_argument("--parallel", type=natural, default=8, metavar="N", help="rollouts at a time")
     found.add_argument("--with-model", action="store_true", help="play with the experiment's model, too")
     found.add_argument("--seed", type=int, default=0, help="of the players' random answers")
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")

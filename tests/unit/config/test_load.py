@@ -93,6 +93,16 @@ def test_parse_boolean_where_booleans_and_words_are_taken_is_accepted() -> None:
     assert (finetune.gradient_checkpointing, finetune.cpu_offload, finetune.seq_packing) == (True, False, True)
 
 
+def test_parse_number_with_a_unit_names_the_unit_of_its_key() -> None:
+    given = ["finetune.save_checkpoint_minutes=30m", "weights.bucket_mb=128MB"]
+    with pytest.raises(ConfigError) as refused:
+        parse(compose("base", [*REQUIRED, *given]))
+    assert set(str(refused.value).split("; ")) == {
+        "`finetune.save_checkpoint_minutes` is '30m': it is a number of minutes, without a unit",
+        "`weights.bucket_mb` is '128MB': it is a number of megabytes, without a unit",
+    }
+
+
 def test_parse_missing_section_says_where_defaults_come_from() -> None:
     with pytest.raises(ConfigError, match=says("`seed`", "missing", "`defaults: [base, _self_]`")):
         parse(OmegaConf.create({"output_dir": "x"}))

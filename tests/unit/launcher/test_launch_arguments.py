@@ -1,11 +1,13 @@
 """What Hydra gets of the user's command line, and how its errors are told."""
 
+from pathlib import Path
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 
 from pipelinerl.config.load import compose
-from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments, quoted
+from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments, main, quoted
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,29 @@ def test_explain_other_errors_keep_their_words_on_one_line() -> None:
 )
 def test_quoted_text_is_read_as_that_text(text: str) -> None:
     assert OverridesParser.create().parse_override(f"output_dir={quoted(text)}").value() == text
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"defaults: quickstart\n", "defaults must be a list (got str); write `defaults: [base, _self_]`"),
+        ("defaults: [base]\n".encode("utf-16"), "mine.yaml is no text in UTF-8: save it as that"),
+        (b"defaults: [base, {3: [a]}]\n", "error: the configuration cannot be composed: "),
+    ],
+)
+def test_file_that_is_no_configuration_is_refused_in_one_line(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    assert main([f"--config-dir={tmp_path}", "--config-name=mine", "output_dir=x"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+
+
+@pytest.mark.parametrize("typed", ["quickstart", "qickstart"])
+def test_name_of_a_configuration_without_its_option_is_told_the_option(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([typed, "output_dir=x"]) == 2
+    assert "--config-name=quickstart" in capsys.readouterr().err
