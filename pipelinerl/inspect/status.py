@@ -25,7 +25,14 @@ from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
 from pipelinerl.inspect.reading import look_into, process_environment
-from pipelinerl.inspect.report import last_per_step, number, read_metrics_tail, read_records, read_summary
+from pipelinerl.inspect.report import (
+    imitates_alone,
+    last_per_step,
+    number,
+    read_metrics_tail,
+    read_records,
+    read_summary,
+)
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import BLOCKED_AT, StatusRecord, read_statuses
@@ -131,7 +138,10 @@ def progress_lines(records: Any) -> list[str]:
     if steps:
         metrics = steps[-1].metrics
         lag = f"{number(metrics.get(TrainerMetric.LAG_MEAN), 1)} (max {number(metrics.get(TrainerMetric.LAG_MAX), 0)})"
-        lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} rollouts, lag {lag}")
+        told = f"rollouts, lag {lag}"
+        if imitates_alone(steps[-1]):
+            told = f"conversations, loss {number(metrics.get(TrainerMetric.SFT_LOSS), 3)} nats per token"
+        lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} {told}")
     if updates:
         servers = ", ".join(updates[-1].servers) or "no server"
         lines.append(f"weights   version {updates[-1].version} on {servers}")

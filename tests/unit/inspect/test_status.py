@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.inspect import status as command
+from pipelinerl.inspect.report import RunRecords
 from pipelinerl.observability.status import RoleStatus, StatusRecord, Wait, read_statuses, write_status
 from pipelinerl.records import EvaluationDone, SamplesProcessed, TrainingDone, WeightUpdateSuccess
 from pipelinerl.records.messages import TrainerMessage
@@ -105,6 +106,14 @@ def test_screen_shows_control_characters_of_a_domain_as_pictures(run_folder: Pat
     write_status(run_folder / "status" / "actor_0.json", record("actor_0", fields={"evaluating": "\x1b[2J\rdata"}))
     screen = "\n".join(command.screen(run_folder))
     assert "evaluating=␛[2J␍data" in screen
+
+
+def test_progress_of_a_run_that_imitates_has_its_loss() -> None:
+    metrics = {"sft_loss": 0.25, "sequences": 0.0, "lag_mean": 0.0}
+    step = SamplesProcessed(samples_processed=128, step=3, metrics=metrics)
+    assert command.progress_lines(RunRecords(trainer=[step])) == [
+        "trained   step 3, 128 conversations, loss 0.250 nats per token"
+    ]
 
 
 def test_screen_of_a_run_that_is_over_says_how_it_ended(run_folder: Path) -> None:
