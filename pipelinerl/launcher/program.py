@@ -31,7 +31,7 @@ from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.resume import asked_once
 from pipelinerl.config.sections import Config
 from pipelinerl.config.variables import check_secrets, variables_of
-from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.errors import ConfigError, DomainError, PipelineRLError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, conversations, preflight, recorded, run_dir, stream_epoch
@@ -133,7 +133,12 @@ def resolved(cfg: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any],
     rules.check_rules(config)
     container = with_settings(container, fixed_settings(config))
     if config.sft.epochs is not None:
-        container = with_settings(container, {"finetune.max_train_steps": conversations.steps_of(config, overrides)})
+        try:
+            steps = conversations.steps_of(config, overrides)
+            container = with_settings(container, {"finetune.max_train_steps": steps})
+        except DomainError:
+            if not config.dry_run:  # whose check of the conversations says it, and whether that matters here
+                raise
     return container, parse_container(container)
 
 
