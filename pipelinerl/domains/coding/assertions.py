@@ -73,7 +73,7 @@ def of_list(tests: list[str], setup: str) -> dict[str, Any]:
     before = [*parsed(setup), *imports]
     if len(asserts) + len(imports) < len(statements):
         raise DomainError(f"tests that are no assertions: {tests[0][:100]!r}")
-    known = {*dir(builtins), *(name for statement in before for name in bound_names(statement))}
+    known = {*dir(builtins), *(name for statement in before for name in changed_names(statement))}
     called = [[name for name in called_names(one) if name not in known] for one in asserts]
     common = [name for name in (called or [[]])[0] if all(name in each for each in called)]
     if not common:
@@ -108,6 +108,23 @@ def of_check(test: str, function: str) -> dict[str, Any]:
     return {"asserts": code_of(asserts), "fn_name": function, "setup": "\n".join(code_of(before))}
 
 
+def statements_of(setup: str, expressions: Sequence[str] | None = None) -> list[str]:
+    """Returns the statements of a setup, or its imports and those that the expressions need.
+
+    Others may hold what an assertion expects, so they must not run beside the program.
+    """
+    statements = parsed(setup)
+    if expressions is None:
+        return code_of(statements)
+    needed = {name for expression in expressions for statement in parsed(expression) for name in names(statement)}
+    kept: list[ast.stmt] = []
+    for statement in reversed(statements):
+        if isinstance(statement, ast.Import | ast.ImportFrom) or needed & changed_names(statement):
+            kept.insert(0, statement)
+            needed |= names(statement)
+    return code_of(kept)
+
+
 def parsed(code: str) -> list[ast.stmt]:
     """Raises ``DomainError`` if it is not Python."""
     try:
@@ -117,7 +134,7 @@ def parsed(code: str) -> list[ast.stmt]:
         raise DomainError(f"tests that are not Python: {code[:100]!r} ({error})") from error
 
 
-def first_name(node: ast.AST) -> str | None:
+def first_name(node: ast.AST | None) -> str | None:
     """The name that a chain of calls begins with, as `Solution` in ``Solution().f(1)``."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
@@ -133,11 +150,15 @@ def called_names(node: ast.AST) -> list[str]:
     return [each.func.id for each in ast.walk(node) if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
 
 
-def bound_names(statement: ast.stmt) -> list[str]:
-    """Names that an import or a definition binds."""
+def changed_names(statement: ast.stmt) -> set[str]:
+    """Names that a statement binds, or whose objects it changes, as ``root.left = Node(2)`` and ``root.add(3)`` do."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name for alias in statement.names]
-    return [statement.name] if isinstance(statement, ast.FunctionDef | ast.ClassDef) else []
+        return {alias.asname or alias.name for alias in statement.names}
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    changed = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    changed += [node.value for node in ast.walk(statement) if isinstance(node, ast.Expr)]
+    return {name for node in changed if (name := first_name(node))}
 
 
 def code_of(statements: Sequence[ast.AST]) -> list[str]:

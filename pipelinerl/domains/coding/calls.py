@@ -66,4 +66,6 @@ def tagged(value: Any) -> Any:
         return value
     if isinstance(value, (Decimal, Fraction)):
         return int(value) if value == int(value) else float(value)
-    return {"iterator": [tagged(item) for item in value]}
+    if hasattr(value, "__iter__"):
+        return {"iterator": [tagged(item) for item in value]}
+    return {"object": [bool(value)]}

@@ -8,18 +8,19 @@ import json
 from typing import Any
 
 
-def check(setup: str, checks: Any, given: str, marker: str) -> None:
+def check(setup: Any, checks: Any, given: str, marker: str) -> None:
     """Writes ``marker`` and which of the checks hold.
 
     Args:
-        setup: code that runs before. What it needs of the program is missing here.
+        setup: statements that run before. Those that need the program fail.
         checks: each is code that raises if ``_values`` are wrong.
         given: for each check its values, as a JSON list of texts.
         marker: precedes the result.
     """
     namespace: Any = {}
-    with contextlib.suppress(Exception):  # the checks that need it fail
-        exec(setup, namespace)
+    for code in setup:
+        with contextlib.suppress(Exception):  # the checks that need it fail
+            exec(code, namespace)
     held = []
     for code, values in zip(checks, json.loads(given)):  # noqa: B905 — Python 3.8 has no `strict`
         try:
@@ -33,9 +34,19 @@ def check(setup: str, checks: Any, given: str, marker: str) -> None:
 
 
 def value_of(kind: Any) -> Any:
-    """The value that `calls.tagged` wrote. An iterator equals nothing."""
+    """The value that `calls.tagged` wrote. An iterator equals nothing, and another object is true or false."""
     ((name, items),) = kind.items()
     if name == "complex":
         return complex(*items)
     kinds: Any = {"dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes, "iterator": iter}
-    return kinds[name](items)
+    return Opaque(*items) if name == "object" else kinds[name](items)
+
+
+class Opaque:
+    """An object of which only its truth is known, as of what ``re.match`` returns."""
+
+    def __init__(self, truth: bool):
+        self.truth = truth
+
+    def __bool__(self) -> bool:
+        return self.truth

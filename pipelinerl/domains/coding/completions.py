@@ -31,7 +31,7 @@ def extract_code(completion: str) -> str | None:
     """
     code, other, opening = None, None, None
     for fence in FENCE.finditer(completion):
-        if opening is None:
+        if opening is None or (fence[3] and not opening[3]):  # none that names a language closes another
             opening = fence
             continue
         if not fence[2].startswith(opening[2]):

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.domains.coding.assertions import parse_assertion
+from pipelinerl.domains.coding.assertions import parse_assertion, statements_of
 from pipelinerl.domains.coding.completions import extract_code, prepared, standard_imports
 from pipelinerl.domains.json_text import dump, parse
 from pipelinerl.domains.sandbox import Outcome, ProgramRunner
@@ -105,9 +105,10 @@ class TestSuite:
         if self.setup is None:
             ending = running("calls.py", "call", "globals()", repr(self.function), "_given", repr(marker))
             return prepared(code, before=AS_MODULE, after=ending)
-        calls = "\n".join(expression for test in self.tests for expression in json.loads(test.stdin))
-        ending = running("calls.py", "evaluate", "globals()", repr(self.setup), "_given", repr(marker))
-        return prepared(code, before=AS_MODULE, after=ending, names_in=f"{self.setup}\n{calls}")
+        calls = [expression for test in self.tests for expression in json.loads(test.stdin)]
+        setup = "\n".join(statements_of(self.setup, calls))
+        ending = running("calls.py", "evaluate", "globals()", repr(setup), "_given", repr(marker))
+        return prepared(code, before=AS_MODULE, after=ending, names_in="\n".join([setup, *calls]))
 
 
 def json_list(lines: str) -> str:
@@ -180,7 +181,7 @@ async def passed_tests(suite: TestSuite, answers: Sequence[str | None], runner: 
     if suite.setup is None or not any(answers):
         return [answer is not None and is_value(answer, values) for answer, values in pairs]
     marker, checks = secrets.token_hex(16), [check for _, check in pairs]
-    setup = "\n".join([*standard_imports("\n".join([suite.setup, *checks])), suite.setup])
+    setup = standard_imports("\n".join([suite.setup, *checks])) + statements_of(suite.setup)
     program = prepared(
         "", after=running("checks.py", "check", repr(setup), repr(checks), "_sys.stdin.read()", repr(marker))
     )

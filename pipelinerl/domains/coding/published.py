@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelinerl.domains.coding import assertions
 from pipelinerl.domains.coding.judge import TestSuite, as_text
-from pipelinerl.domains.columns import found_column, inside
+from pipelinerl.domains.columns import found_column, inside, shown
 from pipelinerl.domains.json_text import dump, parse
 from pipelinerl.domains.rows import UnusableRow, is_unusable
 from pipelinerl.errors import DomainError
@@ -77,11 +77,13 @@ def form_of(value: Any, row: Row) -> Tests:
         return value
     if isinstance(value, str) and row.get("entry_point"):
         return assertions.of_check(value, row["entry_point"])
-    if isinstance(value, str) or all(isinstance(line, str) for line in value):
-        lines = [value] if isinstance(value, str) else value
+    parts: Any = [value] if isinstance(value, str) else value
+    if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
         before = [*(row.get("test_imports") or []), row.get("test_setup_code")]
-        return assertions.of_list(lines, "\n".join(line for line in before if isinstance(line, str)))
-    return of_cases(value, row)
+        return assertions.of_list(parts, "\n".join(line for line in before if isinstance(line, str)))
+    if isinstance(parts, list) and all(isinstance(part, dict) and {"input", "output"} <= part.keys() for part in parts):
+        return of_cases(parts, row)
+    raise DomainError(f"tests of no known form: {shown(value)}")
 
 
 def of_cases(cases: list[Row], row: Row) -> Tests:

@@ -31,6 +31,12 @@ ASSERTS = {
     "asserts": ["assert set(f((1, 2), [2, 3])) == set((2,))", "assert f((1,), (1,)) == (1,) and not f((), ())"],
     "fn_name": "f",
 }
+SETUP = {
+    "asserts": ["assert f(root) == least and math.floor(f(root)) == 3"],
+    "fn_name": "f",
+    "setup": "root = Node(1)\nroot.left = 2\nleast = 3",
+}
+TRUTH = {"asserts": ["assert f('ab')", "assert not f('b') and f('b') != 1"], "fn_name": "f"}
 LONG = {"inputs": ["9" * 5000], "outputs": ["1" + "0" * 5000], "fn_name": "f"}
 
 
@@ -90,6 +96,14 @@ def fenced(code: str) -> str:
         (ASSERTS, "def f(a, b): return sorted(set(a) & set(b))", "wrong", 0.5),
         (ASSERTS, "class Any(tuple):\n    def __eq__(self, other): return True\ndef f(a, b): return Any()", "wrong", 0),
         (ASSERTS, "import os\ndef f(a, b): os._exit(0)", "wrong", 0),
+        (
+            SETUP,
+            "class Node:\n    def __init__(self, key): self.key = key\ndef f(n): return n.key + n.left",
+            "correct",
+            1,
+        ),
+        (TRUTH, "def f(x): return re.match('a', x)", "correct", 1),
+        (TRUTH, "def f(x): return object()", "wrong", 0.5),
         (LONG, "def f(x): return x + 1", "correct", 1),
         (LONG, "def f(x): return x + 2", "wrong", 0),
         (LONG, "def f(x): return str(x + 1)", "wrong", 0),
@@ -108,6 +122,7 @@ async def test_programs_are_judged_on_their_tests(tests, code, status, score):
         {"inputs": ["a"], "outputs": ["SECRET"]},
         {"inputs": [["a"]], "outputs": ["SECRET"], "fn_name": "f"},
         {"asserts": ["assert f('a') == 'SECRET'"], "fn_name": "f"},
+        {"asserts": ["assert f(x) == y"], "fn_name": "f", "setup": "import math\nx = [1]\nx[0] = 2\ny = {0: 'SECRET'}"},
     ],
 )
 async def test_expected_outputs_never_reach_the_program(tests):
@@ -139,6 +154,7 @@ async def test_expected_outputs_never_reach_the_program(tests):
         ("\t```py\n\ta\n\t```", "a\n"),
         ("````python\na\n```\nb\n````", "a\n```\nb\n"),
         ("~~~python\na\n~~~", "a\n"),
+        ("I try ```python\nb\n```\nSo:\n```python\na\n```", "a\n"),
         ("```python\na", None),
         ("none", None),
     ],

@@ -183,6 +183,8 @@ UNUSABLE = {
     "no task": ({"question": None, "tests": GOOD["tests"]}, ["task is missing"]),
     "broken JSON": ({"question": "?", "tests": '{"inputs": ["1"'}, ["cannot be used"]),
     "no output": ({"question": "?", "tests": {"inputs": ["1"], "outputs": [None]}}, ["without an output"]),
+    "a number": ({"question": "?", "tests": 5}, ["no known form", "int 5"]),
+    "cases without outputs": ({"question": "?", "tests": [{"input": "1"}]}, ["no known form", "input"]),
     "one output too few": ({"question": "?", "tests": {"inputs": ["1", "2"], "outputs": ["1"]}}, ["same length"]),
     "broken arguments": (
         {"question": "?", "tests": {"inputs": ["[1"], "outputs": ["1"], "fn_name": "f"}},
