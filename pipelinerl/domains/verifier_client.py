@@ -26,6 +26,10 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 TIMEOUT_S = 120.0
 """Deadline for an answer to `/health`. A replica is asked as often while a check waits there for its verdict."""
 
+IN_PROCESS = "in-process:"
+"""The address of a verifier that is this process. Its judges have no limits: for trials before services are up."""
+JUDGE_HERE = "pipelinerl.domains.verifier.judges.judge_here"
+
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
 _clients: dict[tuple[str, ...], "VerifierClient"] = {}
@@ -86,6 +90,8 @@ class VerifierClient:
             VerifierError: no replica answered within the retries, or the judge failed.
         """
         check = Check(kind=kind, prediction=part_to_send(kind, prediction), gold=gold, options=options)
+        if IN_PROCESS in self._load:
+            return judged(await asyncio.to_thread(resolve_function(JUDGE_HERE), check))
         try:
             return judged(_VERDICT.decode(await self._post(session, "/", _ENCODER.encode(check))))
         except RequestTooLargeError:

@@ -37,6 +37,7 @@ from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
+from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.observability.logging import redacted
@@ -115,10 +116,26 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
         raise explain_failures(failures)
 
 
-def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
-    """Return a model that gives the same answer to every request and has the run's sampling parameters."""
+async def right_answers(
+    cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]
+) -> str | None:
+    """Play four problems with their own answers. Returns a warning if none is paid in a form that the prompt asks for.
+
+    The arguments are those of `try_rollouts`.
+    """
+
+    async def play(problem: dict[str, Any], reply: Callable[[str], str]) -> Any:
+        return await asyncio.wait_for(rollout(cfg, scripted_llm(cfg, reply), problem, session), ROLLOUT_TIMEOUT_S)
+
+    spaced = [problems[index * len(problems) // len(ANSWERS)] for index in range(len(ANSWERS))]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
+        return await try_references(play, spaced)
+
+
+def scripted_llm(cfg: DictConfig, answer: str | Callable[[str], str]) -> TrainableLLM:
+    """Return a model that has the run's sampling parameters, and the same answer to every request or one by prompt."""
     return FakeLLM.saying(
-        lambda prompt: answer,
+        (lambda prompt: answer) if isinstance(answer, str) else answer,
         tokenizer=ByteTokenizer(OmegaConf.select(cfg, "model_path") or ""),
         base_url=NOWHERE,
         model_name="policy",
@@ -237,6 +254,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         check_class(server)
     if unclear := unclear_metrics([*METRICS_OF_ALL, *(judge.name for judge in cfg.judges)]):
         raise DomainError(f"`judges`: each is a metric of its name: {unclear}")
+    container = with_verifiers_here(container)
     domains = domains_of(cfg)
     rollouts = [domain.rollout() for domain in domains]
     for domain, rollout in zip(domains, rollouts, strict=True):
@@ -262,6 +280,9 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
             if failure.certain:
                 raise DomainError(text) from failure
             warnings.append(text)
+        else:
+            paid = asyncio.run(right_answers(with_both_spellings(OmegaConf.create(container)), rollout, train))
+            warnings += [f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: {paid}"] if paid else []
 
 
 def check_data_sets(loader: str, problems: Sequence[Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pipelinerl.domains.countdown.judge as countdown
 import pipelinerl.domains.instructions.judge as instructions
 import pipelinerl.domains.math.judge as math
-from pipelinerl.records.verdicts import Verdict
+from pipelinerl.records.verdicts import Check, Verdict, error
 
 Judge = Callable[[str, Any, dict[str, Any]], Verdict]
 
@@ -18,6 +18,14 @@ JUDGES: dict[str, Judge] = {
     "instructions": instructions.judge,
     "math": math.judge,
 }
+
+
+def judge_here(check: Check) -> Verdict:
+    """Judges in this process, without limits of time and memory."""
+    try:
+        return JUDGES[check.kind](check.prediction, check.gold, check.options)
+    except Exception as failure:  # noqa: BLE001 — of any judge, as in a worker
+        return error(f"{check.kind}: {type(failure).__name__}: {failure}"[:500])
 
 
 def warm_up() -> None:

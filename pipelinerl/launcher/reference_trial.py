@@ -1,0 +1,68 @@
+r"""Whether a right answer is paid in the form that the prompt asks for, tried before the start.
+
+A data set's own questions may ask for ``Answer: 42`` where the judge reads ``\boxed{42}``: the policy is then right and
+earns nothing, in silence. The scripted model answers training problems with their own ``answer``, in each form.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.domains.verifier_client import IN_PROCESS
+from pipelinerl.rollouts import BaseMetrics
+
+ASKED = {
+    r"\boxed{{{}}}": re.compile(r"\\boxed"),
+    "Answer: {}": re.compile(r"\b(?:form|format|after|with|as|line)\b\W{1,6}Answer:", re.IGNORECASE),
+    "#### {}": re.compile("####"),
+    "<answer>{}</answer>": re.compile("<answer>"),
+}
+"""Form of an answer → what a prompt holds that asks for it."""
+Play = Callable[[dict[str, Any], Callable[[str], str]], Awaitable[Any]]
+"""(problem, prompt → reply) → the result of its rollout."""
+
+
+def with_verifiers_here(container: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration whose verifiers are this process. Those of the run are not up yet."""
+    jobs = container.get("jobs") or ()
+    here = [{**job, "url": IN_PROCESS} if job["kind"] == "verifier" else job for job in jobs]
+    return {**container, "jobs": here}
+
+
+async def try_references(play: Play, problems: Sequence[Mapping[str, Any]]) -> str | None:
+    """Plays problems with their own answers in every form.
+
+    Args:
+        play: plays one rollout. One that raises shows nothing: the trial before says what is wrong with it.
+        problems: training problems. Those without an ``answer`` are not played.
+    Returns:
+        What right answers earned, if the prompt asks for a form that is never paid and another one is. Else None.
+    """
+    asked: set[str] = set()
+
+    async def earned(problem: Mapping[str, Any], form: str) -> BaseMetrics | None:
+        def reply(prompt: str) -> str:
+            asked.update(form for form, asks in ASKED.items() if asks.search(prompt))
+            return form.format(problem["answer"])
+
+        try:
+            return (await play(dict(problem), reply)).metrics
+        except Exception:  # noqa: BLE001 — the user's function
+            return None
+
+    answered = [problem for problem in problems if isinstance(problem.get("answer"), str | int | float)]
+    plays = [(form, earned(problem, form)) for form in ASKED for problem in answered]
+    found = zip((form for form, _ in plays), await asyncio.gather(*(play for _, play in plays)), strict=True)
+    metrics = [(form, one) for form, one in found if one is not None]
+    paid = {form for form, one in metrics if one.success}
+    metrics.sort(key=lambda pair: pair[1].reward)  # so that the best one is said
+    said = {form: f"`{form.format('…')}` earn {one.reward:g}" for form, one in metrics}
+    unpaid = [said[form] for form in ASKED if form in said and form in asked - paid]
+    if not unpaid or not paid:
+        return None
+    return (
+        f"right answers as {' and as '.join(unpaid)}, although the prompt asks for that form; as "
+        f"{' and as '.join(said[form] for form in ASKED if form in paid)}. Change `actor.system_prompt` or "
+        "`actor.task_template`, or what is judged (of `math`: `environment.answer_format`)"
+    )
