@@ -13,8 +13,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from pipelinerl.domains.rows import RowReport, collected_reports
 from pipelinerl.errors import EXIT_REFUSED, DomainError, PipelineRLError
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import composed
+from pipelinerl.preprocess import conversation_rows
+from pipelinerl.preprocess.conversation_rows import load_conversations
 
 SHIPPED = ("math", "coding", "instructions", "tool_use", "judged")
 """The shipped domains that read data without further keys."""
+SFT = "sft"
+"""Stands for conversations to imitate, `sft.datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +68,34 @@ class Checked:
         return own | {"reasons": reasons, "refusal": self.refusal}
 
 
-def check(domain: Domain, dataset: str) -> Checked:
-    """Loads one data set with a domain's loader."""
+def check(name: str, dataset: str, load: Callable[[], int]) -> Checked:
+    """Reads one data set.
+
+    Args:
+        name: the domain's.
+        dataset: the data set's.
+        load: returns how many problems it has. Raises ``DomainError`` where a run would.
+    """
     problems = 0
     with collected_reports() as reports:
         try:
-            problems = len(domain.problems([dataset]))
+            problems = load()
             refusal = None if problems else f"dataset {dataset!r} has no problem"
         except DomainError as error:
             cause = error.__cause__
             refusal = str(cause if isinstance(cause, DomainError) else error)
-    return Checked(domain=domain.section.name, dataset=dataset, problems=problems, reports=reports, refusal=refusal)
+    return Checked(domain=name, dataset=dataset, problems=problems, reports=reports, refusal=refusal)
 
 
-def asked(args: argparse.Namespace) -> Iterator[tuple[Domain, str]]:
-    """The data sets to check, each with the domain that reads it."""
+def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], int]]]:
+    """The data sets to check: name of the domain, name of the data set, and what reads it."""
     if args.config_name:
         _, config = composed(args.config_name, args.data, args.config_dir)
-        for domain in domains_of(config):
+        for domain in () if config.stage == SFT else domains_of(config):
             for name in dict.fromkeys((*domain.section.train_dataset_names, *domain.section.test_dataset_names)):
-                yield domain, name
+                yield domain.section.name, name, partial(num_problems, domain, name)
+        for name in config.sft.datasets:
+            yield SFT, name, partial(num_conversations, name, config.sft.max_left_out)
         return
     params: dict[str, Any] = {"columns": dict(args.column)} if args.column else {}
     params |= {} if args.max_left_out is None else {"max_left_out": args.max_left_out}
@@ -96,15 +109,26 @@ def asked(args: argparse.Namespace) -> Iterator[tuple[Domain, str]]:
         test_dataset_names=[],
     )
     for name in args.data:
-        yield Domain(section, several=False), name
+        if args.domain == SFT:
+            yield SFT, name, partial(num_conversations, name, params.get("max_left_out", rows.MAX_LEFT_OUT))
+        else:
+            yield args.domain, name, partial(num_problems, Domain(section, several=False), name)
+
+
+def num_problems(domain: Domain, dataset: str) -> int:
+    return len(domain.problems([dataset]))
+
+
+def num_conversations(dataset: str, max_left_out: float) -> int:
+    conversations, _ = load_conversations([dataset], max_left_out)
+    return len(conversations)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (None: `sys.argv`) and return the exit code."""
     args = parser().parse_intermixed_args(argv)
-    logging.getLogger(rows.__name__).setLevel(logging.ERROR)  # what it logs is printed
     try:
-        found = [check(domain, name) for domain, name in asked(args)]
+        found = [check(*one) for one in asked(args)]
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -122,7 +146,11 @@ def parser() -> argparse.ArgumentParser:
     found = command_parser("check", __doc__)
     found.add_argument("data", nargs="*", metavar="DATA", help="a file, a folder, a pattern, or a name on the Hub")
     found.add_argument(
-        "--as", default="math", dest="domain", metavar="NAME", help=f"{', '.join(SHIPPED)}, or a loader's dotted name"
+        "--as",
+        default="math",
+        dest="domain",
+        metavar="NAME",
+        help=f"{', '.join(SHIPPED)}, {SFT}, or a loader's dotted name",
     )
     found.add_argument("--column", action="append", type=pair, metavar="FIELD=COLUMN", help="as in `columns`")
     found.add_argument("--max-left-out", type=float, metavar="SHARE", help="of the rows, from 0 to 1")
@@ -140,4 +168,6 @@ def pair(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    for module in (rows, conversation_rows):
+        logging.getLogger(module.__name__).setLevel(logging.ERROR)  # what they log is printed
     sys.exit(main())

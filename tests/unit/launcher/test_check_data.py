@@ -75,3 +75,17 @@ def test_data_sets_of_an_experiment_are_checked(capsys: pytest.CaptureFixture[st
 def test_call_without_data_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[Any]) -> None:
     assert main(arguments) == EXIT_REFUSED
     assert said in capsys.readouterr().err
+
+
+def test_conversations_to_imitate_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    said = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]} for text in "abc"]
+    said.append({"messages": [{"role": "user", "content": "?"}]})
+    Path("talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    assert main(["--as", "sft", "talk.jsonl"]) == EXIT_REFUSED
+    assert "sft.max_left_out" in capsys.readouterr().out
+    assert main(["--as", "sft", "talk.jsonl", "--max-left-out=0.5"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "sft: talk.jsonl: 3 rows kept, 1 left out"
+    assert second.startswith("  1 rows: no message has the role assistant (row 3")
+    assert main(["--config-name=quickstart", "stage=sft", "sft.datasets=[talk.jsonl]", "sft.max_left_out=0.5"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("/talk.jsonl: 3 rows kept, 1 left out")
