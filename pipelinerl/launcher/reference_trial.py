@@ -5,6 +5,7 @@ earns nothing, in silence. The scripted model answers training problems with the
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from pipelinerl.domains.verifier_client import IN_PROCESS
 from pipelinerl.rollouts import BaseMetrics
 
+BOXED = r"\boxed{{{}}}"
 ASKED = {
-    r"\boxed{{{}}}": re.compile(r"\\boxed"),
+    BOXED: re.compile(r"\\boxed"),
     "Answer: {}": re.compile(r"\b(?:form|format|after|with|as|line)\b\W{1,6}Answer:", re.IGNORECASE),
     "#### {}": re.compile("####"),
     "<answer>{}</answer>": re.compile("<answer>"),
@@ -31,7 +33,7 @@ def with_verifiers_here(container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def try_references(play: Play, problems: Sequence[Mapping[str, Any]]) -> str | None:
-    """Plays problems with their own answers in every form.
+    """Plays problems with their own answers: one in the forms that its prompt asks for, all in every form if one fails.
 
     Args:
         play: plays one rollout. One that raises shows nothing: the trial before says what is wrong with it.
@@ -40,29 +42,33 @@ async def try_references(play: Play, problems: Sequence[Mapping[str, Any]]) -> s
         What right answers earned, if the prompt asks for a form that is never paid and another one is. Else None.
     """
     asked: set[str] = set()
+    found: list[tuple[str, BaseMetrics]] = []
 
-    async def earned(problem: Mapping[str, Any], form: str) -> BaseMetrics | None:
+    async def try_form(problem: Mapping[str, Any], form: str) -> None:
         def reply(prompt: str) -> str:
             asked.update(form for form, asks in ASKED.items() if asks.search(prompt))
             return form.format(problem["answer"])
 
-        try:
-            return (await play(dict(problem), reply)).metrics
-        except Exception:  # noqa: BLE001 — the user's function
-            return None
+        with contextlib.suppress(Exception):  # of the user's function
+            found.append((form, (await play(dict(problem), reply)).metrics))
+
+    def paid() -> set[str]:
+        return {form for form, one in found if one.success}
 
     answered = [problem for problem in problems if isinstance(problem.get("answer"), str | int | float)]
-    plays = [(form, earned(problem, form)) for form in ASKED for problem in answered]
-    found = zip((form for form, _ in plays), await asyncio.gather(*(play for _, play in plays)), strict=True)
-    metrics = [(form, one) for form, one in found if one is not None]
-    paid = {form for form, one in metrics if one.success}
-    metrics.sort(key=lambda pair: pair[1].reward)  # so that the best one is said
-    said = {form: f"`{form.format('…')}` earn {one.reward:g}" for form, one in metrics}
-    unpaid = [said[form] for form in ASKED if form in said and form in asked - paid]
-    if not unpaid or not paid:
+    for problem in answered[:1]:
+        await try_form(problem, BOXED)
+        await asyncio.gather(*(try_form(problem, form) for form in asked - {BOXED}))
+    if asked <= paid():
+        return None
+    await asyncio.gather(*(try_form(problem, form) for problem in answered for form in ASKED))
+    found.sort(key=lambda pair: pair[1].reward)  # so that the best one is said
+    said = {form: f"`{form.format('…')}` earn {one.reward:g}" for form, one in found}
+    unpaid = [said[form] for form in ASKED if form in said and form in asked - paid()]
+    if not unpaid or not paid():
         return None
     return (
         f"right answers as {' and as '.join(unpaid)}, although the prompt asks for that form; as "
-        f"{' and as '.join(said[form] for form in ASKED if form in paid)}. Change `actor.system_prompt` or "
+        f"{' and as '.join(said[form] for form in ASKED if form in paid())}. Change `actor.system_prompt` or "
         "`actor.task_template`, or what is judged (of `math`: `environment.answer_format`)"
     )

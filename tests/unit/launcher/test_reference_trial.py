@@ -9,7 +9,7 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.math import generate_rollout as math_rollout
 from pipelinerl.errors import VerifierError
 from pipelinerl.launcher.domain_check import right_answers, try_rollouts
-from pipelinerl.launcher.reference_trial import with_verifiers_here
+from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -52,6 +52,18 @@ async def test_form_that_is_asked_for_and_not_paid_is_named(form: str, asked: st
         )
     else:
         assert said is None
+
+
+async def test_healthy_domain_plays_one_problem_in_the_forms_that_it_asks_for() -> None:
+    said: list[str] = []
+
+    async def play(problem: dict[str, Any], reply: Any) -> RolloutResult:
+        said.append(reply("Answer as <answer>number</answer>."))
+        metrics = BaseMetrics(reward=1.0, success=said[-1] == "<answer>42</answer>", no_error=True, no_answer=False)
+        return RolloutResult(training_texts=[], metrics=metrics, latency=0.0)
+
+    assert await try_references(play, [{"answer": 42}] * 4) is None
+    assert said == [r"\boxed{42}", "<answer>42</answer>"]
 
 
 async def test_problems_without_an_answer_and_domains_that_raise_show_nothing() -> None:
