@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -51,6 +52,8 @@ from pipelinerl.streams.codec import Codec
 MISSING_LOGPROB = -9999.0
 """vLLM sends this value for a token that has no log-probability."""
 MAX_BACKOFF_S = 10.0
+MAX_CHARS_PER_TOKEN = 10
+"""More than any text has on average that fills a context: English has 4, code 3."""
 LONG_TOKENS = 4000
 """Completions of at least this length are decoded in a thread: they would block the event loop for about 1 ms."""
 
@@ -76,11 +79,13 @@ async def llm_async_generate(
 
     Raises:
         TransportError: no server answered within the retries.
-        ServerError: the server refused the request. The error holds its message.
+        ServerError: the server refused the request. The error holds its message. Or the prompt has more than
+            ``MAX_CHARS_PER_TOKEN`` characters per token of the context, and was not rendered.
         DomainError: the prompt's ``response_format`` would constrain the sampler.
     """
     llm.load_tokenizer()
     _refuse_constraint(prompt)
+    refuse_too_long(llm, prompt.messages, prompt.tools)
     renderer = renderer_of(llm.tokenizer, llm.renderer)
     history = history_of(prompt.messages) if llm.state.turns is not None else ()
     rendered, continued = _prompt_tokens(renderer, llm, prompt, history)
@@ -352,6 +357,33 @@ def with_hint(messages: list[dict], hint: str) -> list[dict]:
         [*content, {"type": "text", "text": hint}] if isinstance(content, list) else f"{content}\n\n{hint}"
     )
     return [*messages[: users[-1]], asked, *messages[users[-1] + 1 :]]
+
+
+def refuse_too_long(llm: TrainableLLM, messages: Any, tools: Any) -> None:
+    """Refuses, by their characters, messages that no context holds, because rendering them would hold up the loop.
+
+    Args:
+        llm: the model, with its ``context_size`` in tokens.
+        messages: in OpenAI format.
+        tools: likewise.
+    Raises:
+        ServerError: they have more than ``MAX_CHARS_PER_TOKEN`` characters per token of the context.
+    """
+    count, most = _num_chars((messages, tools)), MAX_CHARS_PER_TOKEN * llm.context_size
+    if count > most:
+        raise ServerError(
+            f"the prompt has {count} characters, longer than the maximum context length of {llm.context_size} tokens "
+            f"at {MAX_CHARS_PER_TOKEN} characters per token",
+            400,
+        )
+
+
+def _num_chars(value: Any) -> int:
+    """Number of characters of all texts in messages or tools. Images as data URLs are none."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:image/") else len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_num_chars, inner))
 
 
 def _refuse_constraint(prompt: Prompt) -> None:

@@ -22,6 +22,9 @@ class _ChatMessage(msgspec.Struct):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_ToolCall] | None = None
+    function_call: dict[str, Any] | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -61,6 +64,11 @@ class ChatCompletions:
         refuse_format("response_format", request.response_format)
         if request.top_logprobs:
             raise ValueError(f"top_logprobs is {request.top_logprobs}: log-probabilities are of sampled tokens only")
+        last = request.messages[-1]
+        if last.prefix or last.partial:
+            raise ValueError("the last message is a prefix: the endpoint of a rollout continues no message")
+        if any(one.function_call or one.role == "function" for one in request.messages):
+            raise ValueError("a message has a function_call or its result: use tool_calls, and messages of role `tool`")
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in body["messages"]]
         return ChatRequest(
             messages=messages,

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,16 +10,24 @@ from pipelinerl.config.rules import DISTORTING
 from pipelinerl.llm import LLMCall
 
 PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed")
-FIXED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-)
+FIXED_PARAMETERS = ("temperature", *DISTORTING)
+UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),  # the run's attempts are separate rollouts
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "functions": ([],),  # `tools` took their place
+    "function_call": ("none",),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+"""Fields of OpenAI's APIs and of vLLM that would change prompt or answer, with the values that change nothing."""
+GUIDED = "guided_"
+"""Begins vLLM's older fields for constrained sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +114,17 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
         wanted = body.get(name)
         accepted = (parameters[name],) if name in parameters else DISTORTING.get(name, (1.0,))
         if wanted is not None and wanted not in accepted:
+            has = f"samples with {accepted[0]!r}" if accepted else "samples without it"
             raise ValueError(
-                f"{name} is {wanted!r} but this run samples with {accepted[0]!r}: leave it out of the request, "
+                f"{name} is {wanted!r} but this run {has}: leave it out of the request, "
                 f"or set llm.parameters.{name} for the whole run"
             )
-    if body.get("n") not in (None, 1):
-        raise ValueError(f"n is {body['n']!r}: one completion per request; the run's attempts are separate rollouts")
+    for name, wanted in body.items():
+        if wanted not in (None, *UNSERVED.get(name, (wanted,))) or (wanted and name.startswith(GUIDED)):
+            raise ValueError(
+                f"{name} is {str(wanted)[:200]}: one answer per request, to the whole conversation, by the run's "
+                "template, with `tools` and without constraints; leave it out of the request"
+            )
     chosen = {name: body[name] for name in PASSED_PARAMETERS if body.get(name) is not None}
     if "max_completion_tokens" in chosen:
         chosen["max_tokens"] = chosen.pop("max_completion_tokens")

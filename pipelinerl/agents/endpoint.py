@@ -24,10 +24,10 @@ from pipelinerl.agents.chat_completions import ChatCompletions
 from pipelinerl.agents.dialect import ChatRequest, CountingDialect, Dialect, Event, sampling_parameters
 from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
-from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text
+from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text, refuse_too_long
 from pipelinerl.chat import renderer_of
 from pipelinerl.chat.images import images_of
-from pipelinerl.errors import DomainError, PipelineRLError, TransportError
+from pipelinerl.errors import DomainError, PipelineRLError, ServerError, TransportError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -101,6 +101,7 @@ class RecordedAgent:
         """Counts the tokens of a prompt rendered whole. Raises ``DomainError`` for one with images."""
         if images_of(asked.messages):
             raise DomainError("messages have images: only a model's server knows how many tokens it makes of one")
+        refuse_too_long(self.llm, asked.messages, asked.tools)
         self.llm.load_tokenizer()
         renderer = renderer_of(self.llm.tokenizer, self.llm.renderer)
         return len(renderer.render(asked.messages, asked.tools, self.llm.chat_template_kwargs).token_ids)
@@ -154,8 +155,9 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
         if not _authorised(request, agent.api_key):
             return refuse(401, "wrong api key: use the api_key of this rollout")
         try:
-            asked = dialect.read(json.loads(await request.read()))
-            sampling_parameters(asked.parameters, agent.llm.parameters)
+            body = json.loads(await request.read())
+            asked = dialect.read(body)
+            sampling_parameters(body | asked.parameters, agent.llm.parameters)
         except (ValueError, RecursionError) as error:
             return refuse(400, error)
         except web.HTTPRequestEntityTooLarge:
@@ -187,7 +189,7 @@ def _counter(agent: RecordedAgent, dialect: CountingDialect) -> Any:
             return web.json_response(dialect.error(401, "wrong api key: use the api_key of this rollout"), status=401)
         try:
             count = agent.count_tokens(dialect.read_count(json.loads(await request.read())))
-        except (ValueError, TypeError, RecursionError, TemplateError) as error:
+        except (ValueError, TypeError, RecursionError, TemplateError, ServerError) as error:
             return web.json_response(dialect.error(400, str(error)), status=400)
         except web.HTTPRequestEntityTooLarge:
             return web.json_response(dialect.error(413, TOO_LARGE), status=413)

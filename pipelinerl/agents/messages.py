@@ -84,6 +84,8 @@ class Messages:
     def read(self, body: Any) -> ChatRequest:
         request = msgspec.convert(body, _MessagesBody)
         refuse_format("output_config.format", request.output_config and request.output_config.format)
+        if request.messages[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's: the endpoint of a rollout continues no message")
         names: dict[str, Any] = {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
         names |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         return ChatRequest(

@@ -274,6 +274,9 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 ADDRESS = "http://127.0.0.1/x.png"
 PICTURE = {"type": "image", "source": {"type": "url", "url": ADDRESS}}
 UPLOADED = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
+SAYING = [*HI, {"role": "assistant", "content": "The answer is"}]
+CALLED = {"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}
+LONG = [{"role": "user", "content": "x" * (10 * 32000 + 1 - len("user"))}]
 SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
 
 
@@ -287,6 +290,26 @@ SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
         ("messages", {"max_tokens": 9, "messages": HI, "temperature": 0.3}, ["temperature is 0.3"]),
         ("messages", {"max_tokens": 9, "messages": HI, "top_k": 5}, ["top_k is 5"]),
         ("messages", {"messages": HI}, ["max_tokens"]),
+        ("chat/completions", {"messages": HI, "functions": [{"name": "add"}]}, ["functions is", "`tools`"]),
+        ("chat/completions", {"messages": HI, "function_call": "auto"}, ["function_call is auto"]),
+        ("chat/completions", {"messages": [{"role": "function", "name": "add", "content": "3"}]}, ["tool_calls"]),
+        ("chat/completions", {"messages": [{"role": "assistant", "function_call": {}}, *HI, CALLED]}, ["tool_calls"]),
+        ("chat/completions", {"messages": SAYING, "continue_final_message": True}, ["continue_final_message is True"]),
+        ("chat/completions", {"messages": SAYING, "add_generation_prompt": False}, ["add_generation_prompt is False"]),
+        ("chat/completions", {"messages": [*HI, SAYING[-1] | {"prefix": True}]}, ["prefix", "continues no message"]),
+        ("messages", {"max_tokens": 9, "messages": SAYING}, ["the last message", "continues no message"]),
+        ("chat/completions", {"messages": HI, "repetition_penalty": 1.2}, ["repetition_penalty is 1.2"]),
+        ("chat/completions", {"messages": HI, "presence_penalty": 0.5}, ["presence_penalty is 0.5"]),
+        ("chat/completions", {"messages": HI, "guided_json": {"type": "object"}}, ["guided_json is", "constraints"]),
+        ("chat/completions", {"messages": HI, "structured_outputs": {"regex": "a"}}, ["structured_outputs is"]),
+        ("responses", {"input": "hi", "guided_regex": "a+"}, ["guided_regex is a+"]),
+        ("messages", {"max_tokens": 9, "messages": HI, "guided_choice": ["a"]}, ["guided_choice is"]),
+        ("responses", {"input": "hi", "frequency_penalty": 1}, ["frequency_penalty is 1"]),
+        ("chat/completions", {"messages": HI, "chat_template_kwargs": {"x": 1}}, ["chat_template_kwargs is"]),
+        ("chat/completions", {"messages": LONG}, ["320001 characters", "maximum context length"]),
+        ("messages", {"max_tokens": 9, "messages": LONG}, ["320001 characters"]),
+        ("responses", {"input": LONG[0]["content"]}, ["320001 characters"]),
+        ("messages/count_tokens", {"messages": LONG}, ["320001 characters"]),
         (
             "messages",
             {"max_tokens": 9, "messages": [{"role": "user", "content": [PICTURE]}]},
@@ -329,6 +352,17 @@ async def test_what_is_not_had_is_refused_in_the_dialects_own_shape(path: str, b
             if status == 400:
                 assert all(fact in error["message"] for fact in facts), error["message"]
         assert (agent.calls, agent.failure) == ([], None)
+
+
+async def test_fields_that_change_nothing_are_accepted() -> None:
+    neutral = {"n": 1, "functions": [], "function_call": "none", "continue_final_message": False, "guided_json": None}
+    neutral |= {"add_generation_prompt": True, "repetition_penalty": 1.0, "presence_penalty": 0, "logit_bias": {}}
+    neutral |= {"stop_token_ids": [], "user": "me", "store": False, "reasoning_effort": "low"}
+    async with recording("x") as agent, aiohttp.ClientSession() as session:
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        body = {"messages": [*SAYING, *HI], **neutral}
+        async with session.post(f"{agent.base_url}/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
 
 
 async def test_cancelled_request_is_neither_recorded_nor_continued_and_its_retry_is() -> None:
