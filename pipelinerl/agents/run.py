@@ -6,9 +6,10 @@ Users' synchronous code runs in a new thread per call, never in the event loop's
 import asyncio
 import contextlib
 import fnmatch
+import functools
 import inspect
+import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,8 +21,14 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.process import kept
 from pipelinerl.world.proxies import BYPASS_VARIABLES, bypass
+
+log = logging.getLogger(__name__)
+
+MAX_OUTPUT_BYTES = 2**22
+"""Of each stream of a program: a transcript of a million tokens fits, and a worker with 100 programs stays small."""
+READ_BYTES = 2**16
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +107,8 @@ async def run_agent_process(
 ) -> RolloutResult:
     """Runs a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or Anthropic's, and rewards its output.
 
-    The program gets its own process group, and is killed when the rollout, the worker or the run ends. The rollout
-    ends when no process holds the program's output open any more.
+    The program and all that it starts, in whatever session and environment, are killed when the program, the rollout,
+    the worker or the run ends. Of longer output than ``MAX_OUTPUT_BYTES`` only the end is read.
 
     Args:
         llm: the policy.
@@ -128,20 +135,53 @@ async def run_agent_process(
 async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]) -> tuple[int | None, bytes, bytes]:
     """Runs a program to its end and returns its status, output and error output. What it started ends with it."""
     process = await asyncio.create_subprocess_exec(
-        *killed_with_parent(command),
+        *kept(command, patience_s=0),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=env,
         start_new_session=True,
     )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
     try:
-        out, err = await process.communicate(stdin.encode())
+        out, err, *_ = await asyncio.gather(
+            read_end(process.stdout, command[0]),
+            read_end(process.stderr, command[0]),
+            write_all(process.stdin, stdin.encode()),
+            process.wait(),
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
         await process.wait()
     return process.returncode, out, err
+
+
+async def write_all(stream: asyncio.StreamWriter, content: bytes) -> None:
+    """Writes and closes the stream, which its reader may have closed before."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(content)
+        await stream.drain()
+    stream.close()
+
+
+async def read_end(stream: asyncio.StreamReader, program: str) -> bytes:
+    """Reads to the end of the stream, so that its writer never waits, and returns the last ``MAX_OUTPUT_BYTES``."""
+    found = bytearray()
+    while chunk := await stream.read(READ_BYTES):
+        found += chunk
+        if (excess := len(found) - MAX_OUTPUT_BYTES) > 0:
+            say_cut(program)
+            del found[:excess]
+    return bytes(found)
+
+
+@functools.cache
+def say_cut(program: str) -> None:
+    """Says once of each program that the beginning of its output was dropped."""
+    log.warning("event=output_cut program=%s limit_bytes=%d: only the end of it is read", program, MAX_OUTPUT_BYTES)
 
 
 def agent_environment(

@@ -8,6 +8,7 @@ process group, decides which processes belong to the run when it ends.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -26,6 +27,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.observability.status import STATUS_DIR, read_statuses
+from pipelinerl.world.process import kept
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def start_role(
     try:
         with pinned(command.cores):
             return subprocess.Popen(
-                command.argv,
+                kept(command.argv, math.inf),
                 env={**environment, **command.env, **mark.variables(command.name)},
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
@@ -272,7 +274,7 @@ def run_helper(
     mark = RunMark()
     watchdog = Reaper(mark, grace_s=0)
     process = subprocess.Popen(
-        argv,
+        kept(argv, math.inf),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 SHARED_MEMORY = "/dev/shm/"
 KILL_TIMEOUT_S = 5.0
+KEEPER = b"/world/keeper.py"
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -60,6 +61,17 @@ def _device_and_inode(line: str) -> tuple[int, int]:
     return os.makedev(major, minor), int(inode)
 
 
+def keepers_of(pids: list[int]) -> list[int]:
+    """Return those of the processes that run a command and then end all that it has started (`world/keeper.py`)."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/cmdline", "rb") as stream:
+                if any(argument.endswith(KEEPER) for argument in stream.read().split(b"\0")[:4]):
+                    found.append(pid)
+    return found
+
+
 def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -69,7 +81,8 @@ def signal_all(pids: list[int], number: int) -> None:
 def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     """End every process that carries the mark, unlink their shared memory, and return how many there were at first.
 
-    They get SIGTERM, and SIGKILL after `grace_s`. The search is repeated, so that new processes are found too.
+    They get SIGTERM, and SIGKILL after `grace_s`. The search is repeated, so that new processes are found too. Keepers
+    are left to end by themselves, because only they find what the others started with another environment.
     `segments` are additional paths of shared memory to unlink, of processes that may have ended before. What another
     process has mapped stays: a server maps segments of the trainer's that the next server will need (CUDA IPC).
     """
@@ -86,8 +99,11 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (pids := marked_processes(mark)) and time.monotonic() < deadline:
         segments |= shared_memory_of(pids)
-        signal_all(pids, signal.SIGKILL)
+        keepers = keepers_of(pids)
+        signal_all(keepers, signal.SIGCONT)
+        signal_all([pid for pid in pids if pid not in keepers], signal.SIGKILL)
         time.sleep(0.02)
+    signal_all(pids, signal.SIGKILL)
     for path in segments - shared_memory_of(all_processes()) if segments else ():
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.world import keeper
 
 
 def return_freed_heap() -> None:
@@ -55,6 +56,18 @@ def killed_with_parent(command: Sequence[str]) -> list[str]:
         raise ConfigError(f"the program setpriv is missing, which starts {command[0]}: apt install util-linux")
     unless_orphaned = ["/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
     return [setpriv, "--pdeathsig", "KILL", "--", *unless_orphaned, *command]
+
+
+def kept(command: Sequence[str], patience_s: float) -> list[str]:
+    """Returns the command that runs ``command`` below a keeper, which ends all that it starts (see ``keeper``).
+
+    They end when the command ends, and when this process or the thread that starts it does.
+
+    Args:
+        command: what to run. It has the keeper's process group, standard streams and environment.
+        patience_s: seconds from SIGTERM to SIGKILL.
+    """
+    return [sys.executable, "-I", "-S", keeper.__file__, str(patience_s), str(os.getpid()), *command]
 
 
 def in_utf8() -> None:

@@ -82,6 +82,8 @@ def misbehave(context: Any) -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "leave_child":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            case "leave_daemons" if first_time(context, "daemons"):
+                subprocess.run(["sh", "-c", os.environ["FAKE_DAEMONS"]], check=True)
             case "leave_memory":
                 (context.run_dir / "segment").write_text(leave_memory())
 

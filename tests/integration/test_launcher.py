@@ -17,6 +17,7 @@ import pytest
 
 from pipelinerl.inspect.status import screen
 from pipelinerl.observability.status import read_statuses
+from tests.escapes import ESCAPES, escape, is_alive
 
 FAKES = Path(__file__).with_name("launcher_fakes.py")
 DEADLINE_S = 120.0
@@ -124,6 +125,33 @@ def test_launcher_clean_run_ends_with_summary_and_nothing_left(finished: Launch)
     for line in ("step 1/3  reward 0.10", "step 3/3", "evaluation of version 3: success 0.750", "0.250 → 0.750"):
         assert line in run.output
     assert run.leftovers() == []
+
+
+@pytest.mark.parametrize("end", ["done", "stopped", "role killed", "launcher killed", "launcher and reaper killed"])
+def test_launcher_any_end_leaves_no_daemon_of_a_role(launch: Callable[..., Launch], end: str, tmp_path: Path) -> None:
+    """What a domain's code started in sessions of its own, and without the run's marks in its environment."""
+    files = [tmp_path / f"daemon-{index}" for index, _ in enumerate(ESCAPES)]
+    lines = "\n".join(escape(how, file) for how, file in zip(ESCAPES, files, strict=True))
+    run = launch(actor="leave_daemons", finetune="held", daemons=lines)
+    run.until(lambda: all(map(Path.exists, files)) and "version 0" in run.output, "the daemons of the actor")
+    assert all(map(is_alive, files))
+    match end:
+        case "stopped":
+            run.process.terminate()
+        case "role killed":
+            os.kill(read_statuses(run.run_dir)["actor_0"].pid, signal.SIGKILL)
+            run.until(lambda: not any(map(is_alive, files)), "the end of the daemons")
+            assert run.process.poll() is None
+        case "launcher killed" | "launcher and reaper killed":
+            reapers = [p for p in psutil.Process(run.process.pid).children() if "reaper.py" in " ".join(p.cmdline())]
+            for killed in reapers * ("reaper" in end):
+                killed.suspend()
+            run.process.kill()
+            for killed in reapers * ("reaper" in end):
+                killed.kill()
+    (run.run_dir / "may_end").touch()
+    run.wait(STOP_S)
+    run.until(lambda: not any(map(is_alive, files)) and run.leftovers() == [], "the end of the daemons")
 
 
 def test_launcher_run_folder_is_private_and_without_secrets(finished: Launch) -> None:

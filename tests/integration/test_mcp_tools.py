@@ -1,10 +1,12 @@
 """Tools of MCP servers: over a process's standard input and output, and over HTTP. Failing servers are no rewards."""
 
+import itertools
 import json
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from omegaconf import OmegaConf
 from pipelinerl.actor.failures import DOMAIN, TRANSPORT, classify
 from pipelinerl.domains.contract import cfg_of_domains
 from pipelinerl.domains.libraries import address_of, library
-from pipelinerl.domains.libraries.mcp import generate_rollout, load_problems, open_tools, servers_of
+from pipelinerl.domains.libraries import mcp as mcp_tools
+from pipelinerl.domains.libraries.mcp import Tools, generate_rollout, load_problems, open_tools, servers_of
 from pipelinerl.errors import DomainError, ServerError
 from pipelinerl.llm import FunctionCall, ToolCall
 from pipelinerl.observability.logging import EventFormatter
@@ -131,6 +134,29 @@ async def test_tool_that_answers_with_the_secret_or_prints_it_reaches_neither_po
     shown = "\n".join(map(EventFormatter("actor_0").format, said))
     assert SECRET not in shown
     assert "key ***␛[31m" in shown
+
+
+@pytest.mark.parametrize(("chars", "page", "listed"), [(0, 1, 100), (2**18, 1, 3), (2**18, 50, 3), (2**21, 1, 0)])
+async def test_list_of_tools_without_end_is_cut_and_said_once(
+    chars: int, page: int, listed: int, caplog: pytest.LogCaptureFixture
+):
+    names = itertools.count()
+
+    def tool() -> Any:
+        return SimpleNamespace(name=f"tool{next(names)}", description="x" * chars, input_schema={})
+
+    class Endless:
+        async def list_tools(self, cursor: str | None) -> Any:
+            return SimpleNamespace(tools=[tool() for _ in range(page)], next_cursor="more")
+
+    mcp_tools.say_cut.cache_clear()
+    for _ in range(2):
+        tools = Tools({"endless": Endless()})
+        await tools.list()
+        assert len(tools.descriptions) == listed
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "event=tools_left_out server=endless limit_pages=100 limit_chars=1048576"
+    ]
 
 
 def test_problems_carry_names_of_servers(tmp_path: Path):

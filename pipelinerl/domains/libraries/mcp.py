@@ -5,9 +5,12 @@ problems are recorded. What a tool answers is text for the policy, and so is its
 server that does not answer, or fails, ends the rollout with that error.
 """
 
+import errno
+import functools
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -17,6 +20,7 @@ import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.dotted import resolve_function
+from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.libraries import address_of, library, served
 from pipelinerl.domains.math.dataset import problem_of
@@ -26,6 +30,9 @@ from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import ToolCall, TrainableLLM
 from pipelinerl.observability.logging import redacted
 from pipelinerl.rollouts import RolloutResult
+from pipelinerl.world.process import kept
+
+log = logging.getLogger(__name__)
 
 mcp = library("mcp", "mcp")
 http = library("httpx2", "mcp")
@@ -37,6 +44,10 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 MAX_LINE_CHARS = 2000
 """Longer lines of a program's error output become several."""
+PATIENCE_S = 1.0
+"""From SIGTERM to SIGKILL of a server's process. The SDK kills it 2 s after its own SIGTERM."""
+MAX_PAGES, MAX_LISTED_CHARS = 100, 2**20
+"""Of a server's list of tools. Every prompt holds the whole list, so a longer one fits into no context."""
 REFUSALS = (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
 """Codes of errors that a call causes. All others are the server's."""
 
@@ -107,21 +118,31 @@ class Tools:
         """In OpenAI's format."""
 
     async def list(self) -> None:
-        """Asks the servers which tools they have. Raises ``DomainError`` if two have one of the same name."""
+        """Asks the servers which tools they have. Those beyond the limits of a list are left out.
+
+        Raises:
+            DomainError: two tools have the same name.
+        """
         for server, client in self._clients.items():
-            cursor = None
-            while True:
+            cursor, left = None, MAX_LISTED_CHARS
+            for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
                 for tool in page.tools:
-                    if tool.name in self._owners:
-                        raise DomainError(
-                            f"servers {self._owners[tool.name]!r} and {server!r} have a tool {tool.name!r}"
-                        )
-                    self._owners[tool.name] = server
-                    self.descriptions.append(describe(tool))
+                    description = describe(tool)
+                    left -= len(json.dumps(description))
+                    if left >= 0:
+                        self._add(server, tool.name, description)
                 cursor = page.next_cursor
-                if not cursor:
+                if not cursor or left < 0:
                     break
+            if cursor or left < 0:
+                say_cut(server)
+
+    def _add(self, server: str, name: str, description: dict[str, Any]) -> None:
+        if name in self._owners:
+            raise DomainError(f"servers {self._owners[name]!r} and {server!r} have a tool {name!r}")
+        self._owners[name] = server
+        self.descriptions.append(description)
 
     async def call(self, call: ToolCall) -> str:
         """Calls a tool and returns what the policy reads. Raises ``TransportError`` if its server fails."""
@@ -176,7 +197,7 @@ async def transport_of(cfg: DictConfig, name: str, server: dict[str, Any], stack
         address = address_of(cfg, server["url"], own_path="/mcp")
         client = await stack.enter_async_context(http.AsyncClient(headers=server.get("headers"), timeout=None))
         return streams.streamable_http_client(address, http_client=client)
-    return mcp.stdio_client(mcp.StdioServerParameters(**server), errlog=stack.enter_context(logged(name)))
+    return mcp.stdio_client(kept_server(mcp.StdioServerParameters(**server)), errlog=stack.enter_context(logged(name)))
 
 
 @contextmanager
@@ -211,6 +232,28 @@ def servers_of(cfg: DictConfig, names: list[str]) -> dict[str, dict[str, Any]]:
             raise DomainError(f"two of `domains` have different servers {name!r}: give them different names")
         found[name] = given[0]
     return found
+
+
+def kept_server(given: Any) -> Any:
+    """Returns the parameters of a server's process that ends with its rollout, with all that it starts.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    marks = {name: os.environ[name] for name in (RUN_VARIABLE, ROLE_VARIABLE) if name in os.environ}
+    env = marks | (given.env or {})
+    place = os.path.join(given.cwd or "", given.command) if os.path.dirname(given.command) else given.command
+    if shutil.which(place, path=env.get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), given.command)
+    command, *arguments = kept([given.command, *given.args], PATIENCE_S)
+    return given.model_copy(update={"command": command, "args": arguments, "env": env})
+
+
+@functools.cache
+def say_cut(server: str) -> None:
+    """Says once of each server that not all of its tools are used."""
+    limits = (MAX_PAGES, MAX_LISTED_CHARS)
+    log.warning("event=tools_left_out server=%s limit_pages=%d limit_chars=%d: the later ones", server, *limits)
 
 
 @contextmanager

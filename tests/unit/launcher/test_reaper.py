@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from pipelinerl.launcher import processes, reaper, run_dir
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
 from pipelinerl.launcher.stopping import Stopper
 from pipelinerl.observability.status import STATUS_DIR
+from pipelinerl.world.process import kept
+from tests.escapes import ESCAPES, escape, is_alive
+from tests.waiting import wait_until
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
@@ -75,6 +79,22 @@ def test_sweep_kills_who_ignores_the_request() -> None:
     process = start(STUBBORN, mark)
     assert reaper.sweep(mark.run, grace_s=0.2) == 1
     assert close(process) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("state", ["asleep", "frozen"])
+@pytest.mark.parametrize("how", ESCAPES)
+def test_sweep_leaves_keepers_the_time_to_end_what_carries_no_mark(how: str, state: str, tmp_path: Path) -> None:
+    mark, daemon = RunMark(), tmp_path / "pid"
+    line = f'trap "" TERM\n{escape(how, daemon)}\nsleep 600'
+    process = subprocess.Popen(kept(["sh", "-c", line], math.inf), env={**os.environ, **mark.variables("job_0")})
+    wait_until(daemon.exists)
+    assert is_alive(daemon)
+    if state == "frozen":
+        process.send_signal(signal.SIGSTOP)
+    reaper.sweep(mark.run, grace_s=0)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert not is_alive(daemon)
+    assert reaper.marked_processes(mark.run) == []
 
 
 HOLDING = (
