@@ -281,7 +281,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
                 raise DomainError(text) from failure
             warnings.append(text)
         else:
-            paid = asyncio.run(right_answers(with_both_spellings(OmegaConf.create(container)), rollout, train))
+            paid = asyncio.run(right_answers(cfg_of_domains(container), rollout, train))
             warnings += [f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: {paid}"] if paid else []
 
 

@@ -215,7 +215,7 @@ class Reaper:
     def dismiss(self) -> None:
         """Tell the reaper that the run has ended in order. It removes the temporary folder and exits.
 
-        If the reaper was killed, this method removes the folder itself.
+        If the reaper was killed, this method removes the folder itself. A reaper that needs longer goes on alone.
         """
         with contextlib.suppress(BrokenPipeError):
             self._write_line("done")

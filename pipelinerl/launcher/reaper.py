@@ -117,6 +117,7 @@ def main() -> None:
     if mark and sys.stdin.readline().strip() != "done":
         sweep(mark, grace_s=float(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.closerange(3, 1024)  # the lock, one of a launcher's first files: the next launcher need not wait for the rest
     os.execvp("rm", ["rm", "-rf", "--", sys.argv[2]])  # rm handles folders of any depth, as sandboxed programs make
 
 

@@ -39,7 +39,6 @@ http = library("httpx2", "mcp")
 streams = library("mcp.client.streamable_http", "mcp")
 types = library("mcp.types", "mcp")
 
-log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 MAX_LINE_CHARS = 2000

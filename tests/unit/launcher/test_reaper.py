@@ -1,11 +1,13 @@
 """Marked processes are found and ended whatever they did to get away; strangers are left alone."""
 
 import asyncio
+import contextlib
 import fcntl
 import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +235,35 @@ def test_reaper_killed_at_the_very_end_leaves_nothing() -> None:
     watch._process.kill()
     watch._process.wait()
     watch.dismiss()
+    assert not os.path.exists(watch.temporary)
+
+
+def is_free(lock: Path) -> bool:
+    with open(lock, "a+") as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def test_folder_that_takes_longer_to_remove_ends_no_run_and_holds_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with millions of files on a network disk: the program that removes them waits for the test here."""
+    may_end = tmp_path / "may_end"
+    os.mkfifo(may_end)
+    slow = tmp_path / "rm"
+    slow.write_text(f'#!/bin/sh\nread _ < {may_end}\nexec {shutil.which("rm")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(processes, "DISMISS_S", 0.5)
+    with open(tmp_path / "lock", "a+") as lock:
+        run_dir.take_lock(lock, tmp_path)
+        watch = Reaper(RunMark(), grace_s=0, lock=lock.fileno())
+        watch.dismiss()
+        assert os.path.exists(watch.temporary)
+    wait_until(lambda: is_free(tmp_path / "lock"), 60)
+    may_end.write_text("\n")
+    assert watch._process.wait(timeout=60) == 0
     assert not os.path.exists(watch.temporary)
 
 
