@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,6 +94,15 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
     refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
     if refusal:
         raise ConfigError(refusal)
+
+
+def discard_broken_model(config: Config, say: Callable[[str], None]) -> None:
+    """Remove a tiny model that a power cut left incomplete, so that it is built again."""
+    from pipelinerl.tiny_model.builder import discard_broken  # imports the domains
+
+    broken = discard_broken(Path(config.model_path)) if config.tiny_model is not None else None
+    if broken:
+        say(f"`model_path` {config.model_path!r} is incomplete ({broken}), as after a power cut: it is built again")
 
 
 def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:

@@ -101,6 +101,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
         if claim.finished:
             write_roles_file(path, ())
             return tell_finished(claim)
+        preflight.discard_broken_model(config, say)
         if config.launcher.engine == "ray":
             return tell_ending(launch_on_ray(claim, config, container, overrides, command_of, started), path, config)
         plan = make_plan(config, container, path, command_of)

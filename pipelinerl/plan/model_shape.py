@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.errors import ConfigError
+
 
 class LatentAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of latent attention: queries, keys and values are computed from narrow vectors."""
@@ -174,7 +176,10 @@ def _read_config(model_path: str) -> dict[str, Any] | None:
     """The ``config.json`` of a model folder, or of a model in the local cache."""
     path = Path(model_path) / "config.json"
     found = path if path.is_file() else _cached_config(model_path)
-    return None if found is None else json.loads(found.read_text(encoding="utf-8"))
+    try:
+        return None if found is None else json.loads(found.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"`{found}` is damaged ({error}): copy, download or build the model again") from error
 
 
 def _cached_config(model_path: str) -> Path | None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from typing import Any
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import Recipe, make_recipe
+from pipelinerl.world.disk import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ TOKENIZER_SAMPLE = 200
 HEAD_SIZE = 32
 SOURCES = ("tiny_model", "chat", "preprocess", "finetune")
 """Folders of the package whose code makes and trains a model."""
+SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS, TEMPLATE = "model.safetensors", "chat_template.jinja"
 
 
 def build(
@@ -53,12 +57,14 @@ def build(
     """
     target = Path(path)
     made = make_recipe(recipe, dict(params or {}))
+    if if_missing:
+        discard_broken(target)
     if if_missing and (target / "config.json").is_file():
         return target
     if target.exists():
         raise ConfigError(f"{target} exists: remove it or choose another folder for the tiny model")
     kept = cache / recipe_digest(made, seed) if cache else None
-    if kept and (kept / "config.json").is_file():
+    if kept and not discard_broken(kept) and (kept / "config.json").is_file():
         create(target, lambda folder: copy_files(kept, folder))
         return target
     create(target, lambda folder: write_model(folder, made, seed))
@@ -97,7 +103,10 @@ def create(target: Path, write: Callable[[Path], None]) -> None:
     try:
         write(scratch)
         scratch.chmod(0o755)
+        for written in (*scratch.iterdir(), scratch):
+            sync_path(written)  # or a power cut could keep the name without the content
         publish_model(scratch, target)
+        sync_path(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -109,6 +118,39 @@ def publish_model(scratch: Path, target: Path) -> None:
     except OSError:
         if not (target / "config.json").is_file():
             raise
+
+
+def discard_broken(folder: Path) -> str | None:
+    """Removes a model that was built here and that a power cut left incomplete.
+
+    Returns:
+        What is incomplete. None: nothing is, or the folder has files that no build writes, and stays.
+    """
+    if not folder.is_dir():
+        return None
+    names = {path.name for path in folder.iterdir()}
+    if not names <= {*SETTINGS, WEIGHTS, TEMPLATE}:
+        return None
+    broken = next((name for name in sorted(names) if is_broken(folder / name)), None if names else "it is empty")
+    if broken is not None:
+        shutil.rmtree(folder)
+    return broken
+
+
+def is_broken(path: Path) -> bool:
+    """Whether the file of a model is not as long as it says, or cannot be read as what its name says."""
+    with open(path, "rb") as file:
+        try:
+            if path.name == TEMPLATE:
+                return not file.read(1)
+            if path.name in SETTINGS:
+                return not isinstance(json.load(file), dict)
+            (length,) = struct.unpack("<Q", file.read(8))
+            tensors = json.loads(file.read(min(length, path.stat().st_size)))
+            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+            return 8 + length + max(ends) != path.stat().st_size
+        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
+            return True
 
 
 def write_model(folder: Path, recipe: Recipe, seed: int) -> None:

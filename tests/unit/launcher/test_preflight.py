@@ -10,7 +10,14 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import preflight
-from pipelinerl.launcher.preflight import _is_plain, check_companions, check_context, check_judges
+from pipelinerl.launcher.preflight import (
+    _is_plain,
+    check_companions,
+    check_context,
+    check_judges,
+    discard_broken_model,
+    needs_tiny_model,
+)
 from tests.says import says
 
 
@@ -140,3 +147,22 @@ def test_companion_whose_import_never_ends_is_refused_in_one_line(
     write(installed, "torchvision", "0.28.0", "import time; time.sleep(600)")
     with pytest.raises(ConfigError, match=says("torchvision", "has not ended after 0.2 s")):
         check_companions()
+
+
+def test_incomplete_tiny_model_is_removed_with_one_line_and_built_again(tmp_path: Path) -> None:
+    model, said = tmp_path / "model", list[str]()
+    model.mkdir()
+    (model / "config.json").touch()
+    config = parse(compose("quickstart", [f"output_dir={tmp_path}", f"model_path={model}"]))
+    discard_broken_model(config, said.append)
+    discard_broken_model(config, said.append)
+    assert said == [f"`model_path` '{model}' is incomplete (config.json), as after a power cut: it is built again"]
+    assert needs_tiny_model(config, [])
+
+
+def test_damaged_model_of_others_is_refused_by_name_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_emb')
+    config = parse(compose("base_cpu", [f"model_path={tmp_path}", f"output_dir={tmp_path}"]))
+    discard_broken_model(config, lambda line: None)
+    with pytest.raises(ConfigError, match=says(tmp_path / "config.json", "is damaged", "line 1")):
+        check_context(config)

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -8,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.tiny_model import build
+from pipelinerl.tiny_model import build, builder
 from pipelinerl.tiny_model.__main__ import main
-from pipelinerl.tiny_model.builder import publish_model, recipe_digest
+from pipelinerl.tiny_model.builder import SETTINGS, TEMPLATE, WEIGHTS, discard_broken, publish_model, recipe_digest
 from pipelinerl.tiny_model.recipes import Recipe, make_recipe, reply, user
 from pipelinerl.tiny_model.warmup import PROMPT_WEIGHT, warm_up_model
 
@@ -99,9 +100,9 @@ def test_existing_folder_is_refused_and_untouched(tmp_path):
 
 
 def test_model_of_another_node_is_kept_where_that_is_asked_for(tmp_path):
-    (tmp_path / "config.json").write_text("theirs")
+    (tmp_path / "config.json").write_text('{"of": "them"}')
     assert build(tmp_path, "largest", 0, QUICK, if_missing=True) == tmp_path
-    assert (tmp_path / "config.json").read_text() == "theirs"
+    assert (tmp_path / "config.json").read_text() == '{"of": "them"}'
     (tmp_path / "config.json").rename(tmp_path / "notes.txt")
     with pytest.raises(ConfigError, match="exists"):
         build(tmp_path, "largest", 0, QUICK, if_missing=True)
@@ -175,3 +176,41 @@ def test_command_keeps_models_in_the_folder_of_the_variable(tmp_path, monkeypatc
     assert main(["--out", str(tmp_path / "model"), "--recipe", "largest", "--param", "steps=2"]) == 0
     (kept,) = (tmp_path / "mine" / "models").iterdir()
     assert digest(kept) == digest(tmp_path / "model")
+
+
+DAMAGE = {"empty": lambda whole: b"", "never written": lambda whole: bytes(len(whole)), "cut": lambda whole: whole[:-2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [(TEMPLATE, "empty"), *((name, damage) for name in (*SETTINGS, WEIGHTS) for damage in DAMAGE)]
+)
+def test_model_that_a_power_cut_left_incomplete_is_built_again(model, tmp_path, name, damage):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    for built in (folder, cache / recipe_digest(make_recipe("largest", QUICK), 0)):
+        shutil.copytree(model, built)
+        (built / name).write_bytes(DAMAGE[damage]((built / name).read_bytes()))
+    build(folder, "largest", 0, QUICK, cache, if_missing=True)
+    assert digest(folder) == digest(model)
+
+
+def test_folder_with_files_of_others_is_never_removed(model, tmp_path):
+    whole, empty, other = tmp_path / "whole", tmp_path / "empty", tmp_path / "other"
+    shutil.copytree(model, whole)
+    empty.mkdir()
+    shutil.copytree(model, other)
+    (other / "config.json").write_bytes(b"")
+    (other / "notes.txt").write_text("mine")
+    found = [discard_broken(folder) for folder in (whole, empty, other, tmp_path / "missing")]
+    assert found == [None, "it is empty", None, None]
+    assert [folder.exists() for folder in (whole, empty, other)] == [True, False, True]
+
+
+def test_model_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, named = [], []
+    monkeypatch.setattr(builder, "sync_path", lambda path: synced.append((path.name, bool(named))))
+    monkeypatch.setattr(builder, "publish_model", lambda scratch, target: named.append(scratch.name))
+    build(tmp_path / "model", "largest", 0, QUICK)
+    (scratch,) = named
+    before = {name for name, was_named in synced if not was_named}
+    assert before == {*SETTINGS, WEIGHTS, TEMPLATE, scratch}
+    assert synced[-1] == (tmp_path.name, True)
