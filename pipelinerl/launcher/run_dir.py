@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -314,6 +315,15 @@ def mark_folder(path: Path) -> Path:
     marker = path / f".launch-{secrets.token_hex(8)}"
     marker.touch(mode=0o600)
     return marker
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Return why a role could not write its last error, as on a disk that became read-only. None: it could."""
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
 
 
 def last_error_line(log_path: Path, tail_bytes: int = 2**18, *, since: int = 0) -> str:

@@ -17,7 +17,7 @@ from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleEngine, RoleExit
 from pipelinerl.launcher.logs import length_of
 from pipelinerl.launcher.losses import Decision, ProcessLost, decide, restart_delay_s
-from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.launcher.run_dir import last_error_line, why_not_writable
 from pipelinerl.launcher.stopping import STORES
 from pipelinerl.membership.lease import EndKind
 
@@ -248,7 +248,7 @@ class Supervisor:
 
     def _failure(self, role: Role, reason: str) -> RoleFailure:
         path = self._log_path(role)
-        error_line = last_error_line(path, since=role.log_begins)
+        error_line = why_not_writable(self._run_dir) or last_error_line(path, since=role.log_begins)
         return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=error_line)
 
     def _log_path(self, role: Role) -> Path:

@@ -105,7 +105,24 @@ def show_prints() -> None:
 
 def setup_launcher_logging(path: Path) -> None:
     """Send every logger of the launcher to a file, because the terminal shows progress and messages."""
-    _install(logging.FileHandler(path), "launcher", logging.INFO)
+    _install(LauncherLog(path), "launcher", logging.INFO)
+
+
+class LauncherLog(logging.FileHandler):
+    """A log file whose disk may fail, which ends no run and is said once on stderr."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(error := sys.exception(), OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def _install(handler: logging.Handler, name: str, level: int) -> None:

@@ -1,6 +1,7 @@
 """A disk that is full or read-only: what a role says, and what is still there."""
 
 import contextlib
+import logging
 import os
 import subprocess
 from pathlib import Path
@@ -14,7 +15,8 @@ from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.checkpoints import Counters, newest_whole
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rendezvous import Peers
-from pipelinerl.launcher.run_dir import claim
+from pipelinerl.launcher.run_dir import claim, why_not_writable
+from pipelinerl.observability.logging import LauncherLog
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
 from pipelinerl.observability.status import RoleStatus, read_statuses
 from tests.says import says
@@ -61,6 +63,20 @@ def test_metrics_and_status_on_a_full_disk_stop_nobody(small_disk: Path):
     status.close()
     assert read_metrics(small_disk, "finetune")[0]["step"] == 1
     assert read_statuses(small_disk)["finetune_0"].fields["step"] == 199
+
+
+def test_launcher_log_whose_disk_fails_is_said_once_and_ends_nobody(capsys: pytest.CaptureFixture[str]):
+    handler = LauncherLog(Path("/dev/full"))
+    for text in ("one", "two"):
+        handler.handle(logging.LogRecord("launcher", logging.INFO, "", 0, text, None, None))
+    handler.close()
+    assert capsys.readouterr().err == "/dev/full cannot be written: No space left on device\n"
+
+
+def test_folder_that_became_read_only_explains_an_empty_log(small_disk: Path):
+    assert why_not_writable(small_disk) is None
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert why_not_writable(small_disk) == f"{small_disk} cannot be written: Read-only file system"
 
 
 def test_launcher_refuses_a_read_only_folder_by_its_name(small_disk: Path):
