@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleExit
+from pipelinerl.launcher.memory_kills import MemoryKills
 from pipelinerl.launcher.processes import Host, wait_for_exit
 from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, RoleProcess, Stopper
 from pipelinerl.launcher.watchdog import Watchdog
+from pipelinerl.membership.role import EXIT_LEFT
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class LocalEngine:
         self._host = host
         self._watchdog = Watchdog(host, jobs, limits)
         self._stopper = Stopper(host, limits, say)
+        self._memory = MemoryKills()
         self._running: dict[str, Running] = {}
 
     def start(self, command: RoleCommand) -> None:
@@ -52,10 +55,12 @@ class LocalEngine:
         running = self._running[name]
         code = await wait_for_exit(running.process)
         await asyncio.to_thread(self._host.sweep, name, LEFTOVER_GRACE_S)
-        return RoleExit(code=code, kill_reason=running.kill_reason)
+        memory = self._memory.why(running.command.kind) if code not in (0, EXIT_LEFT) else None
+        return RoleExit(code=code, kill_reason=running.kill_reason or memory)
 
     async def watch(self) -> None:
         while True:
+            self._memory.look()
             for failed in await self._watchdog.next_failures(self._started):
                 self._running[failed.job].kill_reason = failed.reason
                 await self._watchdog.kill(failed)

@@ -1,0 +1,79 @@
+"""Tells that the kernel ended a process of this container for memory: its cgroup counts them (versions 1 and 2).
+
+Programs in the sandbox have cgroups of their own, whose counters are others.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+RECENT_S = 60.0
+"""A role ends so long after the kernel has ended a process of it, its engine for example, at most."""
+FILES = (("memory.events.local", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes"))
+"""Counter and limit of either version."""
+NO_LIMIT = 2**60
+LOWER = {
+    "actor": "actor.rollout_workers or actor.llm_max_rollouts",
+    "actor_llm": "vllm_config.vllm_kwargs.max_model_len, or take a smaller model",
+    "preprocessor_llm": "vllm_config.vllm_kwargs.max_model_len, or take a smaller model",
+    "preprocessor": "finetune.seq_length or finetune.train_batch_size",
+    "finetune": "finetune.seq_length, switch finetune.cpu_offload off, or take a smaller model",
+    "verifier": "verifier.workers or verifier.memory_mb",
+}
+"""What needs less memory, by kind of role."""
+
+
+class MemoryKills:
+    """Follows the counter. Ask it now and then, because what it counted may not be new.
+
+    Args:
+        own: says the cgroup of this process.
+        root: where cgroups are mounted.
+    """
+
+    def __init__(self, own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")):
+        self._files = find_files(own, root)
+        self._seen = self._count()
+        self._risen = -RECENT_S
+
+    def look(self) -> None:
+        if (count := self._count()) > self._seen:
+            self._seen, self._risen = count, time.monotonic()
+
+    def why(self, kind: str) -> str | None:
+        """Return why a role of this kind has ended, if the kernel has ended a process for memory just now."""
+        self.look()
+        if time.monotonic() - self._risen >= RECENT_S:
+            return None
+        cure = f"lower {LOWER[kind]}" if kind in LOWER else "give it more"
+        return f"the kernel ended a process for memory, of which this container has {self._limit_text()}: {cure}"
+
+    def _count(self) -> int:
+        lines = read(self._files[0]).splitlines() if self._files else []
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+    def _limit_text(self) -> str:
+        limit = read(self._files[1]).strip() if self._files else ""
+        is_limited = limit.isdigit() and int(limit) < NO_LIMIT
+        return f"{int(limit) / 2**30:.1f} GiB" if is_limited else "no limit of its own (its machine or pod was full)"
+
+
+def find_files(own: Path, root: Path) -> tuple[Path, Path] | None:
+    """Return the counter and the limit of this process's cgroup. In a container its path may be the host's."""
+    for line in read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for mount in (root / "memory", root):
+            for folder in (mount / path.lstrip("/"), mount):
+                for counter, limit in FILES:
+                    if (folder / counter).is_file():
+                        return folder / counter, folder / limit
+    return None
+
+
+def read(path: Path) -> str:
+    """Return the file's text. Empty if there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
