@@ -51,9 +51,9 @@ class Voice:
             self._log(f"standard output cannot be written ({error}): the run goes on, and this log has its lines")
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                 lost = os.fstat(sys.stdout.fileno())
-                for stream in filter(None, (sys.stderr, sys.stdout)):
-                    if os.path.samestat(os.fstat(stream.fileno()), lost):
-                        os.dup2(nowhere.fileno(), stream.fileno())  # else rich or Python's exit would fail
+                for descriptor in (1, 2):
+                    if os.path.samestat(os.fstat(descriptor), lost):
+                        os.dup2(nowhere.fileno(), descriptor)  # else rich or Python's exit would fail
 
     @contextlib.contextmanager
     def live(self, describe: Callable[[], str]):

@@ -36,7 +36,7 @@ LEAST_SHARE = 0.01
 """A check counts as starved if ``WALL_FACTOR`` times its CPU limit of wall time bring it less than this share of it."""
 CPUCLOCK_SCHED = 2
 """The clock of Linux that counts all CPU time of a process, as in ``clock_getcpuclockid``."""
-PASSED_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
+PASSED_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TMPDIR", "HOME")
 """The environment variables that judges get. None holds a secret."""
 MAX_CHECKS = 2000
 """Checks after which a worker is replaced, so that the judges' caches do not grow forever."""
