@@ -50,7 +50,7 @@ from pipelinerl.membership.lease import LauncherNote
 from pipelinerl.observability.logging import logging_restored, setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
-from pipelinerl.world.home import writable_folders
+from pipelinerl.world.home import temporary_folder, writable_folders
 from pipelinerl.world.network import look_up
 from pipelinerl.world.process import process_restored
 from pipelinerl.world.proxies import bypass
@@ -73,6 +73,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         if dropped := drop_services(os.environ):
             say(f"dropped, as Kubernetes sets them beside a Service whose name is a program's: {', '.join(dropped)}")
         os.environ.update(checked_variables(os.environ))
+        temporary_folder()
         folders = writable_folders(os.environ)
         if "XDG_CACHE_HOME" in folders:
             moved = ", ".join(f"{name}={folders[name]}" for name in ("HOME", "XDG_CACHE_HOME"))

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipelinerl.errors import ConfigError
+
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HUB = "HF_HOME"
 CACHES = (
@@ -85,9 +87,21 @@ def can_write(folder: Path) -> bool:
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
 
 
+def temporary_folder() -> str:
+    """Return the folder of this machine's temporary files.
+
+    Raises:
+        ConfigError: there is none, as with a root file system that can only be read.
+    """
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.strerror}: set TMPDIR to a folder that can be written") from error
+
+
 def own_temporary_folder() -> Path:
     """Return a temporary folder that only this user can write. The next process finds it again."""
-    folder = Path(tempfile.gettempdir(), f"pipelinerl-{os.getuid()}")
+    folder = Path(temporary_folder(), f"pipelinerl-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.world.home import CACHES, can_write, own_temporary_folder, writable_folders
+from pipelinerl.errors import ConfigError
+from pipelinerl.world.home import CACHES, can_write, own_temporary_folder, temporary_folder, writable_folders
 
 UNKNOWN = 12345
 """A user id without an entry, as OpenShift and `docker --user` give."""
@@ -51,6 +52,13 @@ def test_temporary_folder_that_others_can_write_is_not_used(tmp_path: Path, monk
     assert first.stat().st_mode & 0o777 == 0o700
     first.chmod(0o777)
     assert own_temporary_folder() != first
+
+
+def test_machine_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    with pytest.raises(ConfigError, match=r"No usable temporary directory .*: set TMPDIR to a folder"):
+        temporary_folder()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
