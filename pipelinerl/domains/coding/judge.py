@@ -76,6 +76,8 @@ class TestSuite:
         function, asserts = problem.get("fn_name"), problem.get("asserts")
         if function is not None and not (isinstance(function, str) and function.isidentifier()):
             raise DomainError(f"`fn_name` is {function!r}: it must be the name of a function")
+        if asserts == []:
+            raise DomainError(f"no assertion about {function!r}")
         if asserts is not None:
             parts = [parse_assertion(one, str(function)) for one in asserts]
             tests = tuple(Test(stdin=json.dumps(part.expressions), expected=part.check) for part in parts)

@@ -193,6 +193,7 @@ UNUSABLE = {
     "a call without a name": (live_code("[]") | {"metadata": "{}", "starter_code": ""}, ["without its name"]),
     "pytest": ({"question": "?", "test": "from solution import f\ndef test_f():\n    assert f(1)"}, ["no assertions"]),
     "a loop": (HUMAN_EVAL | {"test": "def check(f):\n    for i in (1, 2):\n        assert f(i)"}, ["no assertions"]),
+    "an empty check": (HUMAN_EVAL | {"test": "def check(f):\n    assert True"}, ["no assertion about 'near'"]),
     "a comprehension": ({"text": "?", "test_list": ["assert all(f(i) == i for i in (1, 2))"]}, ["plainly"]),
     "no common function": ({"text": "?", "test_list": ["assert f(1)", "assert g(1)"]}, ["every assertion"]),
     "no Python": ({"text": "?", "test_list": ["assert f(1"]}, ["not Python"]),
