@@ -304,8 +304,8 @@ def _weight_of(holder: Mapping[str, Any], names: Iterable[str], where: str) -> f
 
 
 def _decoded(value: Any) -> Any:
-    """Lists and objects that are written as JSON are read, other text stays."""
-    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+    """Lists, objects and null that are written as JSON are read, other text stays."""
+    if isinstance(value, str) and (value.lstrip().startswith(("[", "{")) or value.strip() == "null"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):

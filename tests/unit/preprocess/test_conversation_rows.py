@@ -162,6 +162,11 @@ def test_tools_are_read_with_their_nulls(tools: Any) -> None:
     assert read_conversation({"messages": [ASK, CALL], "tools": tools}).tools == TOOLS
 
 
+@pytest.mark.parametrize("tools", [None, [], "[]", "null"])
+def test_row_without_tools_has_none(tools: Any) -> None:
+    assert read_conversation({"messages": MESSAGES, "tools": tools}).tools is None
+
+
 def test_older_functions_become_tools() -> None:
     row = {"messages": [ASK, CALL], "functions": [TOOLS[0]["function"]]}
     assert read_conversation(row).tools == TOOLS
