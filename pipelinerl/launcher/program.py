@@ -101,7 +101,7 @@ def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: Comman
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if claim.finished:
             write_roles_file(path, ())
-            return tell_finished(claim)
+            return tell_finished(claim, config)
         preflight.discard_broken_model(config, say)
         if config.launcher.engine == "ray":
             return tell_ending(launch_on_ray(claim, config, container, overrides, command_of, started), path, config)
@@ -315,7 +315,7 @@ def coordination_of(plan: RunPlan, path: Path) -> Coordination:
     return Coordination(peers, open_store(address), say)
 
 
-def tell_finished(claim: Claim) -> int:
+def tell_finished(claim: Claim, config: Config) -> int:
     say(f"the run in {claim.path} is finished:")
     figures = read_debug_run(claim.path)
     summary = read_summary(claim.path) or {}
@@ -325,7 +325,8 @@ def tell_finished(claim: Claim) -> int:
     if figures:
         say("force_restart=true starts over")
         return EXIT_DONE
-    say("raise finetune.max_train_steps to go on, or force_restart=true to start over")
+    length = "finetune.max_train_steps" if config.sft.epochs is None else "sft.epochs"
+    say(f"raise {length} to go on, or force_restart=true to start over")
     return EXIT_DONE
 
 
