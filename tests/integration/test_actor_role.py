@@ -287,3 +287,23 @@ async def test_problem_that_kills_the_worker_is_dropped_as_poisonous(make_run: C
     await run.until(lambda: sum(isinstance(record, RolloutGroup) for record in run.records) == 2)
     dropped = [record for record in run.records if isinstance(record, GroupDropped)]
     assert {record.reason for record in dropped} <= {"poisonous"}
+
+
+async def test_numbers_beyond_the_bound_cost_their_rollouts_and_not_the_actor(
+    make_run: Callable, domain: Callable
+) -> None:
+    """Metrics square them: a reward of 1e300 ended the actor until its restarts were used up."""
+    run = await make_run(
+        domain(
+            "    from pipelinerl.domains.largest import generate_rollout as good\n"
+            "    result = await good(cfg, llm, problem, session)\n"
+            "    if problem['answer'] == 12: result.metrics.reward = 1e300\n"
+            "    return result\n"
+        ),
+        "actor.log_every_s=0.1",
+        "actor.max_domain_errors=100000",
+    )
+    run.start()
+    run.update(0)
+    await run.until(lambda: {RolloutGroup, GroupDropped} <= {type(record) for record in run.records}, 200)
+    assert {record.reason for record in run.records if isinstance(record, GroupDropped)} == {"domain_error"}
