@@ -34,7 +34,7 @@ def is_alive(file: Path) -> bool:
     """Whether the daemon that wrote its process id to this file lives."""
     try:
         process = psutil.Process(int(file.read_text()))
-        is_daemon = process.cmdline() == ["sleep", "600"] or str(file) in process.cmdline()
+        is_daemon = process.create_time() < file.stat().st_mtime + 2  # another process that got its id later is not
         return is_daemon and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
