@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -155,6 +156,7 @@ async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
         await process.wait()
     return process.returncode, out, err
 

@@ -79,6 +79,15 @@ async def test_cancelled_rollout_has_left_nothing(how: str, daemon: Path) -> Non
     assert not is_alive(daemon)
 
 
+async def test_program_that_has_stopped_its_keeper_ends_with_its_rollout(daemon: Path) -> None:
+    line = f"kill -STOP $PPID\n{escape('double fork', daemon)}\nsleep 600"
+    running = asyncio.create_task(run_program(["sh", "-c", line], "", SHELL_ENV))
+    await asyncio.to_thread(wait_until, daemon.exists)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not is_alive(daemon)
+
+
 async def test_end_of_a_rollout_leaves_the_daemon_of_its_neighbour(daemon: Path) -> None:
     neighbour = asyncio.create_task(
         run_program(["sh", "-c", f"{escape('double fork', daemon)}; sleep 600"], "", SHELL_ENV)
