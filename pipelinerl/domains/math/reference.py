@@ -78,16 +78,18 @@ def judged_reference(answer: str) -> str:
     """
     refuse_placeholder(answer)
     text = FULL_STOP.sub("", DELIMITERS.sub("", answer).strip())
+    shown = repr(text if len(text) <= 60 else f"{text[:60]}…")
+    if len(text) > MAX_ANSWER_CHARS:
+        raise UnusableRow("the answer is longer than the judge reads", shown)
     if NUMBER.fullmatch(text):
         return text
-    shown = repr(text if len(text) <= 60 else f"{text[:60]}…")
     if PROGRAM.search(text):
         raise UnusableRow("the answer is a program", shown)
     if "\\begin" not in text:
         plain = re.sub(r"\\[A-Za-z]+", " ", text)
         if len(re.findall(r"[^\W\d_]{2,}", plain)) > MAX_WORDS or SENTENCE.search(plain):
             raise UnusableRow("the answer is prose without a box", shown)
-    if len(text) > MAX_ANSWER_CHARS or last_boxed(f"\\boxed{{{text}}}") != text:
+    if last_boxed(f"\\boxed{{{text}}}") != text:
         raise UnusableRow("the judge cannot read the answer", shown)
     if words_of(text) is not None or latex.choice(text) is not None or latex.choices(text):
         return text

@@ -86,7 +86,8 @@ def test_reference_of_an_answer_or_a_solution(text: str, expected: str) -> None:
         ('["42"]', "cannot read"),
         (r"\frac{1}{2", "cannot read"),
         ("}", "cannot read"),
-        ("x" * 1001, "cannot read"),
+        ("x" * 1001, "longer than the judge reads"),
+        ("9" * 1001, "longer than the judge reads"),
     ],
 )
 def test_text_that_is_no_value_is_no_reference(text: str, reason: str) -> None:
