@@ -180,7 +180,7 @@ UNUSABLE = {
     "empty text": ({"question": "?", "input_output": " "}, ["no tests"]),
     "empty lists": ({"question": "?", "tests": {"inputs": [], "outputs": []}}, ["no tests"]),
     "empty list": ({"question": "?", "test_list": []}, ["no tests"]),
-    "no task": ({"question": None, "tests": GOOD["tests"]}, ["task is missing"]),
+    "no task": ({"question": None, "tests": GOOD["tests"]}, ["question is missing"]),
     "broken JSON": ({"question": "?", "tests": '{"inputs": ["1"'}, ["cannot be used"]),
     "no output": ({"question": "?", "tests": {"inputs": ["1"], "outputs": [None]}}, ["without an output"]),
     "a number": ({"question": "?", "tests": 5}, ["no known form", "int 5"]),
