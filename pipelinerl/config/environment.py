@@ -100,6 +100,7 @@ VARIABLES: Mapping[str, tuple[Kind, str]] = {
     "GLOO_SOCKET_IFNAME": (TEXT, "network interface, instead of what the run finds"),
     "NCCL_SOCKET_IFNAME": (TEXT, "likewise"),
     "VLLM_HOST_IP": (TEXT, "set by the launcher: where a server listens"),
+    "VLLM_PLUGINS": (TEXT, "vLLM's plugins. Servers add ours to the list"),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": (BOOLEAN, "allows requests beyond the model's positions"),
     "HF_HUB_OFFLINE": (BOOLEAN, "the hub is not asked"),
     "TRANSFORMERS_OFFLINE": (BOOLEAN, "likewise"),

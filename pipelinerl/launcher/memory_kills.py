@@ -75,5 +75,5 @@ def find_files(own: Path, root: Path) -> tuple[Path, Path] | None:
 def read(path: Path) -> str:
     """Return the file's text. Empty if there is none."""
     with contextlib.suppress(OSError):
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     return ""

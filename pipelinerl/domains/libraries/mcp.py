@@ -240,12 +240,12 @@ def kept_server(given: Any) -> Any:
         FileNotFoundError: there is no such program.
     """
     marks = {name: os.environ[name] for name in (RUN_VARIABLE, ROLE_VARIABLE) if name in os.environ}
-    env = marks | (given.env or {})
+    variables = marks | (given.env or {})
     place = os.path.join(given.cwd or "", given.command) if os.path.dirname(given.command) else given.command
-    if shutil.which(place, path=env.get("PATH")) is None:
+    if shutil.which(place, path=variables.get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), given.command)
     command, *arguments = kept([given.command, *given.args], PATIENCE_S)
-    return given.model_copy(update={"command": command, "args": arguments, "env": env})
+    return given.model_copy(update={"command": command, "args": arguments, "env": variables})
 
 
 @functools.cache
