@@ -339,6 +339,10 @@ def _equation(chain: Chain, reference: Value | None) -> Value:
         )
         return Equation(first, last, named=0 in chain.labels or given or derived or several or isinstance(last, Matrix))
     known = _symbols_of(reference)
+    whole = None if first is None or 0 in chain.labels else split(first)[0]
+    letters = symbols(whole) if isinstance(whole, Op) and whole.name in UNSOLVED else frozenset()
+    if len(letters) == 1 and "".join(letters).islower() and not letters & known:
+        raise Refusal("an equation that was left to be solved")
     stated = [
         (index, side)
         for index, side in enumerate(chain.sides)
@@ -410,6 +414,8 @@ def _inequality(chain: Chain) -> Value:
     return pairs[0] if len(pairs) == 1 else Listing(tuple(pairs))
 
 
+UNSOLVED = ("+", "*", "/", "^", "neg", "abs", "root", "!")
+"""Operations on one variable that do not name a value: `2x = 42`, `|x| = 42`."""
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 
 
@@ -503,7 +509,7 @@ def _variable(left: Region, right: Region) -> str | None:
 def equal(answer: Value, reference: Value, rules: Rules) -> bool:
     if isinstance(answer, Cases) and isinstance(reference, Cases):
         ours, theirs = _pieces(answer), _pieces(reference)
-        return len(ours) == len(theirs) and _covers(ours, theirs, rules) and _covers(theirs, ours, rules)
+        return len(ours) == len(theirs) and _same_members(ours, theirs, rules)
     if isinstance(answer, Builder) and isinstance(reference, Builder):
         if not (isinstance(answer.element, Sym) and answer.domain == reference.domain):
             return answer == reference
@@ -585,7 +591,7 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
         return _all_equal(_coordinates(answer), _coordinates(reference), rules)
     if rules.strict and _letters(reference) and not _letters(answer) <= _letters(reference):
         return False
-    return _covers(answer.items, reference.items, rules) and _covers(reference.items, answer.items, rules)
+    return _same_members(_members(answer, rules), _members(reference, rules), rules)
 
 
 def _letters(listing: Listing) -> set[str]:
@@ -597,8 +603,25 @@ def _all_equal(items: Sequence[Value], others: Sequence[Value], rules: Rules) ->
     return len(items) == len(others) and all(equal(a, b, rules) for a, b in zip(items, others, strict=True))
 
 
-def _covers(items: Sequence[Value], others: Sequence[Value], rules: Rules) -> bool:
-    return all(any(equal(item, other, rules) for other in others) for item in items)
+def _members(listing: Listing, rules: Rules) -> list[Value]:
+    """The items of a list. Of a set in braces, and of a family over the integers, each only once."""
+    members: list[Value] = []
+    for item in listing.items:
+        counts = not listing.braces and Sym("mathbb Z") not in listing.items
+        if counts or not any(equal(item, other, rules) for other in members):
+            members.append(item)
+    return members
+
+
+def _same_members(items: Sequence[Value], others: Sequence[Value], rules: Rules) -> bool:
+    """Whether each item has a partner of its own."""
+    rest = list(others)
+    for item in items:
+        at = next((at for at, other in enumerate(rest) if equal(item, other, rules)), None)
+        if at is None:
+            return False
+        del rest[at]
+    return not rest
 
 
 def _equal_equations(answer: Value, reference: Equation, rules: Rules) -> bool:
@@ -779,6 +802,8 @@ def _has_number(tree: Tree) -> bool:
 
 
 def _equal_measured(value: Tree, measure: Measure, wanted: Tree, unit: Measure) -> bool:
+    if units.unlisted(measure.nouns) != units.unlisted(unit.nouns):
+        return False
     percents = [units.is_unit(one, "percent") for one in (measure, unit)]
     if percents[0]:
         value, measure = (value, measure) if percents[1] else (Op("/", (value, Num(Fraction(100)))), Measure())

@@ -111,9 +111,19 @@ def answer_of(prediction: str, answer_format: str) -> str | None:
 
 
 def answer_in_prose(text: str) -> str | None:
-    """Returns what math-verify takes for the answer in a text without a box."""
+    """Returns what math-verify takes for the answer in a text without a box, with what `or` and `and` join to it.
+
+    Words between the verb and the number are of the answer.
+    """
     found = [item for item in parse_with_library(text) if isinstance(item, str)] if text else []
-    return found[-1] if found else None
+    if not found or found[-1] not in text:
+        return found[-1] if found else None
+    before, _, after = text.rpartition(found[-1])
+    lead = re.search(r"\b(?:is|are|be|answer:) +([A-Za-z][A-Za-z' -]*)\$?$", before[-100:])
+    first = re.search(r"(\S*\d\S*?),? +(or|and) +\S*$", before[-100:])
+    last = re.match(r"\$?,? +(or|and) +(\S*\d[^\s.]*)", after[:100])
+    answer = (rf"\text{{{lead[1]}}}" if lead else "") + found[-1]
+    return (f"{first[1]} {first[2]} " if first else "") + answer + (f" {last[1]} {last[2]}" if last else "")
 
 
 def reference_text(gold: str) -> str:

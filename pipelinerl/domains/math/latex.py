@@ -16,6 +16,8 @@ import unicodedata
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from pipelinerl.domains.math import units
+
 MAX_DEPTH = 60
 
 
@@ -242,12 +244,6 @@ RELATIONS = {
 }  # fmt: skip
 CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterling", "cents": "cent",
             "rupee": "rupee", "yen": "yen"}  # fmt: skip
-QUALIFIERS = _words(
-    """or and not but either neither nor maybe perhaps possibly approximately about around roughly nearly almost less
-    more fewer greater larger smaller than least most over under below above between until except without if unless
-    where when xor of no any some other both to from wrong incorrect false plus minus times twice double"""
-)
-"""Words that make a statement about a number instead of naming it."""
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words behind a number that are part of it."""
 NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d(?::\d\d)?)(\s*[APap]\.?[Mm]\.?\s*|\s+[A-Za-z][A-Za-z ]*)")
@@ -360,7 +356,7 @@ def choice(text: str) -> Choice | None:
         return None
     if not rest:
         return Choice(letter, has_text=False)
-    names_more = any(CHOICE.fullmatch(t.text) or t.text in (",", ";") or t.text.strip() in QUALIFIERS for t in rest)
+    names_more = any(CHOICE.fullmatch(t.text) or t.text.strip() in (",", ";", "or", "and", "not") for t in rest)
     follows = rest[0].gap or rest[0].kind in ("num", "text")
     return Choice(letter, has_text=True) if is_label and follows and not names_more else None
 
@@ -498,6 +494,8 @@ def _tokens_of_words(content: str, gap: bool) -> list[Token]:
         return [*tokenize(counted[1]), Token("text", counted[2])]
     if CHOICES.fullmatch(content):
         return tokenize(content.replace("&", " and "))
+    if sign := re.fullmatch(r"(.*?)\b(?:minus|negative)\s*", content, re.I | re.S):
+        return [*_tokens_of_words(sign[1], gap), Token("sym", "-", gap)]
     if word in ("$", "%") or word.removeprefix("\\") in CURRENCY:
         return [Token("sym", word.removeprefix("\\"), gap)]
     return [Token("text", content, gap)] if word else []
@@ -647,8 +645,10 @@ class Parser:
         token, following = self.next, self.peek(1)
         if token.kind != "text" or following == END or following.text == "_":
             return
-        words = re.findall(r"[A-Za-z]+", token.text.lower())
-        if not words or re.search(r"\d", token.text) or QUALIFIERS & (set(words) - {"of", "no", "to", "from"}):
+        named = re.search(r"(?:\b(?:is|are|equals|to|by)|:)\s*$", token.text) or following.text in ("=", ":")
+        of_name = following.kind in ("letter", "cmd") and token.text.rstrip().endswith(" of")
+        is_label = units.is_label(token.text, nouns=bool(named or of_name)) or CHOICE.fullmatch(token.text)
+        if not is_label or not re.search("[A-Za-z]", token.text):
             return
         is_called = following.text == "(" and token.text[-1:].isalpha()
         if not is_called and following.kind != "text" and following.text not in (",", ";", "/", "^"):
@@ -668,6 +668,8 @@ class Parser:
             at += 1
         if at == letters or any(self.token(at + bar).text not in ("|", "}") for bar in range(bars)):
             return None
+        if bars and self.token(letters - 1).text == "|" and at == letters + 1 and self.token(letters).text.islower():
+            return None  # `|x|` is no `|AB|`
         at += bars
         while (mark := self.token(at).text) in ("_", "'"):
             at = at + 1 if mark == "'" else self._behind_argument(at + 1)
@@ -775,7 +777,13 @@ class Parser:
     def _measure_follows(self) -> bool:
         """Whether a number comes behind a unit: ``2 h 30 min``, ``7° 30'``."""
         before = self.peek(-1)
-        return self.next.kind == "num" and (before.kind == "text" or before.text in ("°", "'"))
+        return self.next.kind == "num" and (
+            (before.kind == "text" and self._is_value(self.peek(-2))) or before.text in ("°", "'")
+        )
+
+    def _is_value(self, token: Token) -> bool:
+        """Whether a unit may come behind a token."""
+        return token.kind == "num" or token.text in ("}", ")", "°", "pi")
 
     _in_bars = False
 
@@ -944,8 +952,7 @@ class Parser:
 
     def _letter(self, token: Token) -> Tree:
         before = self.peek(-2)
-        behind_number = before.kind == "num" or before.text in ("}", ")", "°", "pi")
-        if self._bare_units and token.gap and behind_number:
+        if self._bare_units and token.gap and self._is_value(before):
             word = token.text
             while self.next.kind == "letter" and not self.next.gap:
                 word += self.next.text
@@ -956,17 +963,21 @@ class Parser:
         return Sym(token.text)
 
     def _unit_of_text(self, token: Token) -> Tree:
-        words = set(re.findall(r"[A-Za-z]+", token.text.lower()))
-        if QUALIFIERS & words or re.search(r"[?<>=]|(?<![\^\-{A-Za-z])\d", token.text):
+        if re.search(r"[?<>=]|(?<![\^\-{A-Za-z])\d", token.text):
             raise NotParsedError(f"the words {token.text.strip()[:40]!r}")
-        if self.sees("(") and words and token.text[-1:].isalpha():
+        if self.sees("(") and token.text[-1:].isalpha():
             raise NotParsedError(f"{token.text.strip()[:40]!r} is not evaluated")
         if self.sees("Omega") and len(token.text.strip()) == 1:
             self._position += 1
             return UnitWords(token.text.strip() + "ohm")
         if token.text.strip() in ("e", "i"):
             return Sym(token.text.strip())
-        return UnitWords(token.text.strip())
+        text, before = token.text.strip(), self.peek(-2)
+        if before.kind == "text" or self._is_value(before):
+            text = re.sub(r" of (?=\w)", " ", text)
+        elif self._factor_follows() and not units.read(text).units:
+            text += " of"  # `root 42`: only a unit may be dropped in front of a number
+        return UnitWords(text)
 
     def _bracketed(self, opening: str) -> Tree:
         if opening == "{":

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipelinerl.domains.math.words import LABELS, NOUNS, PREFIXES, UNITS
+
 GENERIC = {"unit", "total"}
 """Nouns that say nothing about what is counted."""
 SHORT_PLURALS = {"hrs": "hr", "mins": "min", "secs": "s", "lbs": "lb", "yds": "yd", "yrs": "year", "kph": "km/hour"}
@@ -40,14 +42,31 @@ def registry() -> Any:
 @functools.lru_cache(maxsize=4096)
 def read(words: str) -> Measure:
     """Returns the unit that words name, else their nouns."""
-    text = re.sub(r"\\[,;: ]|~|\\cdot(?![A-Za-z])", " ", words).replace("°", "deg").replace("{", "").replace("}", "")
-    text = re.sub(r"\s+", " ", text).strip(" .,")
+    text = re.sub(r"[{}]", "", re.sub(r"\\[,;: ]|~|\\cdot(?![A-Za-z])", " ", words))
+    text = re.sub(r"\s+", " ", text.replace("°", "deg").replace("US$", "USD")).strip(" .,")
     if (unit := _expression(text)) is not None:
         return Measure(units=((unit, Fraction(1)),))
     first, _, rest = text.partition(" ")
     if rest and len(first) > 1 and (unit := _expression(first)) is not None and not re.search(r"[/^]| per ", text):
-        return Measure(units=((unit, Fraction(1)),))
-    return Measure(nouns=frozenset(_stem(word) for word in re.findall(r"[A-Za-z]+", text)) - GENERIC)
+        return Measure(units=((unit, Fraction(1)),), nouns=unlisted(_nouns(rest)))
+    return Measure(nouns=_nouns(text) - GENERIC)
+
+
+def _nouns(text: str) -> frozenset[str]:
+    return frozenset(map(_stem, re.findall(r"[^\s,.;:()/-]+", text)))
+
+
+def unlisted(nouns: frozenset[str]) -> frozenset[str]:
+    """The words that may not be dropped: they may change the number."""
+    return nouns - NOUNS - LABELS
+
+
+def is_label(words: str, *, nouns: bool) -> bool:
+    """Whether words in front of a number only name it, with ``nouns`` or without."""
+    return all(
+        word.lower() in LABELS or (nouns and (_stem(word) in NOUNS or re.fullmatch("of|[A-Z]{1,4}|[a-z]", word)))
+        for word in re.findall(r"[^\s,.:()]+", words)
+    )
 
 
 def _expression(text: str) -> str | None:
@@ -79,6 +98,8 @@ def _name(word: str) -> str | None:
         return f"({word})"
     for spelling in (word, word.lower()) if len(word) > 3 else (word,):
         for prefix, unit, plural in registry().parse_unit_name(spelling):
+            if unit not in UNITS or prefix not in PREFIXES:
+                continue
             short_prefix = prefix and not spelling.startswith(prefix)
             plural = plural or spelling.endswith("s")
             if (short_prefix and (plural or len(spelling) > 4) and len(spelling) > 3) or (

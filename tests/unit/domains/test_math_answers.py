@@ -81,6 +81,16 @@ def test_judge_kind_of_bracket_and_name_matter_only_where_judging_is_strict() ->
 def test_judge_prose_without_a_box_is_held_to_the_same_rules() -> None:
     assert judge(r"The answer is $1 \lor 2 \lor 42$.", "42", {}).status == "wrong"
     assert judge(r"The answer is $x = 42$.", "42", {}).status == "correct"
+    for text in (
+        "The answer is 42 or 43.",
+        "It is 43 or 42",
+        "The answer is half of 42.",
+        "The answer is negative $42$",
+    ):
+        assert judge(text, "42", {}).status != "correct", text
+    assert judge("The answer is 42 or 43.", "42, 43", {}).status == "correct"
+    assert judge("The answer is negative 42.", "-42", {}).status == "correct"
+    assert judge("Since 6 and 7 are given, the answer is simply 42.", "42", {}).status == "correct"
 
 
 @pytest.mark.parametrize(
