@@ -459,7 +459,10 @@ def _next_tokens(text: str, position: int, depth: int, gap: bool, is_argument: b
     """The tokens that begin at a position, and the position behind them."""
     if wrapped := TEXT.match(text, position):
         end = closing_brace(text, wrapped.end())
-        return _tokens_of_words(text[wrapped.end() + 1 : end], gap), end + 1
+        content, behind = text[wrapped.end() + 1 : end], text[end + 1 :].strip()
+        if behind and (sign := re.fullmatch(r"(.*?)\b(?:minus|negative)\s*", content, re.I | re.S)):
+            return [*_tokens_of_words(sign[1], gap), Token("sym", "-", gap)], end + 1
+        return _tokens_of_words(content, gap), end + 1
     if (match := REPEATING.match(text, position)) and (number := _repeating(match)) is not None:
         return [Token("num", match[0], gap, number)], match.end()
     if match := NUMBER.match(text, position):
@@ -494,8 +497,6 @@ def _tokens_of_words(content: str, gap: bool) -> list[Token]:
         return [*tokenize(counted[1]), Token("text", counted[2])]
     if CHOICES.fullmatch(content):
         return tokenize(content.replace("&", " and "))
-    if sign := re.fullmatch(r"(.*?)\b(?:minus|negative)\s*", content, re.I | re.S):
-        return [*_tokens_of_words(sign[1], gap), Token("sym", "-", gap)]
     if word in ("$", "%") or word.removeprefix("\\") in CURRENCY:
         return [Token("sym", word.removeprefix("\\"), gap)]
     return [Token("text", content, gap)] if word else []
@@ -645,10 +646,12 @@ class Parser:
         token, following = self.next, self.peek(1)
         if token.kind != "text" or following == END or following.text == "_":
             return
-        named = re.search(r"(?:\b(?:is|are|equals|to|by)|:)\s*$", token.text) or following.text in ("=", ":")
-        of_name = following.kind in ("letter", "cmd") and token.text.rstrip().endswith(" of")
-        is_label = units.is_label(token.text, nouns=bool(named or of_name)) or CHOICE.fullmatch(token.text)
-        if not is_label or not re.search("[A-Za-z]", token.text):
+        ends_in_verb = re.search(r"(?:\b(?:is|are|equals|to|by|total of)|:)[\s$]*$", token.text)
+        is_figure = following.text.isupper() or following.text in DECORATED
+        of_name = is_figure or following.kind == "letter" or following.text in GREEK
+        words = re.sub(r" of\s*$", "", token.text) if of_name else token.text
+        nouns = bool(ends_in_verb or is_figure or following.text in ("=", ":"))  # not `root of` x
+        if not re.search("[A-Za-z]", words) or not (units.is_label(words, nouns=nouns) or CHOICE.fullmatch(words)):
             return
         is_called = following.text == "(" and token.text[-1:].isalpha()
         if not is_called and following.kind != "text" and following.text not in (",", ";", "/", "^"):

@@ -53,7 +53,7 @@ def read(words: str) -> Measure:
 
 
 def _nouns(text: str) -> frozenset[str]:
-    return frozenset(map(_stem, re.findall(r"[^\s,.;:()/-]+", text)))
+    return frozenset(map(_stem, re.findall(r"[^\s,.;:()/]+", text)))
 
 
 def unlisted(nouns: frozenset[str]) -> frozenset[str]:
@@ -64,8 +64,9 @@ def unlisted(nouns: frozenset[str]) -> frozenset[str]:
 def is_label(words: str, *, nouns: bool) -> bool:
     """Whether words in front of a number only name it, with ``nouns`` or without."""
     return all(
-        word.lower() in LABELS or (nouns and (_stem(word) in NOUNS or re.fullmatch("of|[A-Z]{1,4}|[a-z]", word)))
-        for word in re.findall(r"[^\s,.:()]+", words)
+        {word.lower(), _stem(word)} & LABELS
+        or (nouns and (_stem(word) in NOUNS or re.fullmatch("of|[A-Z]{1,4}|[a-z]", word)))
+        for word in re.findall(r"[^\s,.:()$]+", words)
     )
 
 
