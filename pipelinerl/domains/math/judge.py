@@ -113,13 +113,13 @@ def answer_of(prediction: str, answer_format: str) -> str | None:
 def answer_in_prose(text: str) -> str | None:
     """Returns what math-verify takes for the answer in a text without a box, with what `or` and `and` join to it.
 
-    Words between the verb and the number are of the answer.
+    Words between "the answer is" and the number belong to it.
     """
     found = [item for item in parse_with_library(text) if isinstance(item, str)] if text else []
     if not found or found[-1] not in text:
         return found[-1] if found else None
     before, _, after = text.rpartition(found[-1])
-    lead = re.search(r"\b(?:is|are|be|answer:) +([A-Za-z][A-Za-z' -]*)\$?$", before[-100:])
+    lead = re.search(r"\b(?:answer|result|value|it)(?: is|:) +([a-z][a-z' -]*)\$?$", before[-100:], re.I)
     first = re.search(r"(\S*\d\S*?),? +(or|and) +\S*$", before[-100:])
     last = re.match(r"\$?,? +(or|and) +(\S*\d[^\s.]*)", after[:100])
     answer = (rf"\text{{{lead[1]}}}" if lead else "") + found[-1]

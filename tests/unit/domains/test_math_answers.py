@@ -90,6 +90,7 @@ def test_judge_prose_without_a_box_is_held_to_the_same_rules() -> None:
         assert judge(text, "42", {}).status != "correct", text
     assert judge("The answer is 42 or 43.", "42, 43", {}).status == "correct"
     assert judge("The answer is negative 42.", "-42", {}).status == "correct"
+    assert judge("Each of the bags is filled with 42 apples.", "42", {}).status == "correct"
     assert judge("Since 6 and 7 are given, the answer is simply 42.", "42", {}).status == "correct"
 
 
