@@ -85,6 +85,17 @@ def test_what_may_not_reach_a_gradient_is_refused_with_its_sample(changes: dict[
         check_record(make_record(**changes), vocab_size=50, max_lag_steps=4)
 
 
+def test_losses_get_returns_with_a_value_head_and_else_the_rollouts_reward() -> None:
+    """With a value head `advantages` holds what each token earns from there on, which is not the rollout's reward."""
+    record = make_record()
+    assert to_batch(record, index_tokens(record), rows=False).inputs.rewards_K.tolist() == [1, 1, 0, 0]
+    returns = np.array([0, 0, 0.5, 0.25, 0, -2, -3], np.float32)
+    record = make_record(advantages=returns, cut=np.array([False, True]))
+    batch = to_batch(record, index_tokens(record), rows=False)
+    assert batch.inputs.rewards_K.tolist() == [0.5, 0.25, -2, -3]
+    assert batch.segment_rewards_S.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(False, [0, 1, 2, 3, 4, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6, -1])])
 def test_experts_lie_on_the_grid_and_padding_has_none(rows: bool, expected: list[int]) -> None:
     record = make_record(routed_experts=np.arange(7, dtype=np.int16)[:, None])

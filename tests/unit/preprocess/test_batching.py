@@ -1,12 +1,14 @@
 """Optimizer batches: exact size, oldest first, lag as a hard bound, and the same again after a restart anywhere."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.preprocess.batching import BatchCutter
+from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import DataOrder
@@ -57,6 +59,13 @@ def test_batch_of_texts_ends_with_the_rollout_that_fills_it_and_its_excess_makes
     record = totals.to_record()
     assert (record.room, record.samples_dropped, record.samples_packed) == (3 + 5 + 1, 1, 6)
     assert Totals.restore(record).room == 9
+
+
+@pytest.mark.parametrize(("rollouts", "conversations", "size"), [(2, 3, 2), (2, 0, 2), (0, 3, 3)])
+def test_batch_size_counts_conversations_only_where_there_are_no_rollouts(rollouts, conversations, size):
+    imitated = [replace(sample(n), token_weights=(np.ones(1, np.float32),)) for n in range(conversations)]
+    samples = (*imitated, *map(sample, range(rollouts)))
+    assert OptimizerBatch(step=0, samples=samples, next_source=(0, 0)).size == size
 
 
 @pytest.mark.parametrize(("bound", "dropped"), [(0, 5), (1, 4), (2, 3), (5, 0), (None, 0)])

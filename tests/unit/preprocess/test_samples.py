@@ -112,6 +112,18 @@ def test_prepare_group_overlong_filter_goes_by_the_servers_finish_reason():
     assert [(s.num_counted, s.drop_reason) for s in samples] == [(0, None), (19, None)]
 
 
+def test_prepare_group_overlong_filter_takes_out_the_cut_text_by_its_index_among_all_texts():
+    """The first text trains nothing, so that the cut one, index 1 of the rollout, is the first that is trained."""
+    texts = (sequence(spans=()), sequence(tokens=9, spans=((2, 9, 0),), finish_reason="length", turn=1))
+    texts += (sequence(spans=((3, 6, 0),), turn=2),)
+    made = group((0.0, texts))
+    rollout = msgspec.structs.replace(made.rollouts[0], rewards="texts", text_rewards=(0.0, 1.0, 2.0))
+    made = msgspec.structs.replace(made, rollouts=(rollout,))
+    (sample,) = prepare_group(0, made, Shaping(seq_length=20, overlong_filtering=True))
+    assert [index for index, _ in sample.sequences] == [1, 2]
+    assert (sample.num_trained, sample.num_counted, sample.group_tokens) == (10, 3, 3)
+
+
 def test_prepare_group_first_token_trained_is_refused_with_identity():
     bad = sequence(spans=((0, 6, 0),))
     with pytest.raises(RecordError, match="0-3/1/0: its first token"):
