@@ -69,11 +69,12 @@ def pass_at_k(tally: Tally, k: int) -> float:
 
 def estimate(tallies: Iterable[Tally], k: int) -> Estimate | None:
     """Mean pass@k of the problems with at least k attempts. None if there are none."""
-    values = [pass_at_k(tally, k) for tally in tallies if tally.attempts >= k]
-    if not values:
+    counted = [tally for tally in tallies if tally.attempts >= k]
+    if not counted:
         return None
+    values = [pass_at_k(tally, k) for tally in counted]
     mean = sum(values) / len(values)
-    low, high = wilson(mean, effective_size(values))
+    low, high = wilson(mean, min(effective_size(values), sum(tally.attempts for tally in counted)))
     return Estimate(mean, low, high, len(values))
 
 
@@ -81,7 +82,7 @@ def effective_size(values: Sequence[float]) -> float:
     """Number of single trials whose mean varies as much as that of these values in [0, 1], p(1 − p) / se² (Kish).
 
     Problems are the sample, so the standard error is that of the mean over problems. Where all values agree it is the
-    number of problems.
+    number of problems. Where they nearly agree, as pass@k near 1 does, it exceeds the attempts and knows too much.
     """
     count, mean = len(values), sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0

@@ -86,6 +86,32 @@ def test_interval_holds_the_truth_in_about_95_of_100_data_sets() -> None:
     assert 0.92 <= held / 400 <= 0.98
 
 
+@pytest.mark.parametrize(
+    ("problems", "attempts", "k", "shape"),
+    [(20, 8, 4, (7, 3)), (60, 8, 4, (9, 1)), (30, 64, 8, (9, 1)), (30, 64, 4, (30, 1)), (200, 8, 8, (9, 1))],
+)
+def test_interval_near_one_holds_the_truth_in_at_least_93_of_100_data_sets(
+    problems: int, attempts: int, k: int, shape: tuple[int, int]
+) -> None:
+    """Rates p of the problems are Beta(a, b), so that the mean of (1 − p)^k is Π (b + i) / (a + b + i) for i < k."""
+    rng = random.Random(0)
+    truth = 1 - math.prod((shape[1] + i) / (sum(shape) + i) for i in range(k))
+    held = 0
+    for _ in range(400):
+        rates = [rng.betavariate(*shape) for _ in range(problems)]
+        found = estimate([Tally(attempts, sum(rng.random() < rate for _ in range(attempts))) for rate in rates], k)
+        assert found is not None
+        held += found.low <= truth <= found.high
+    assert held / 400 >= 0.93
+
+
+def test_more_attempts_than_were_made_are_never_counted() -> None:
+    """One of 20 problems fails in 5 of 8 attempts: pass@4 is 1 − C(5, 4) / C(8, 4) = 13/14. 160 trials at most."""
+    found = estimate([Tally(8, 8)] * 19 + [Tally(8, 3)], 4)
+    mean = (19 + 13 / 14) / 20
+    assert found == Estimate(pytest.approx(mean), *map(pytest.approx, wilson(mean, 160)), 20)
+
+
 def test_problems_with_too_few_attempts_are_left_out() -> None:
     assert estimate([Tally(1, 1)], 2) is None
     assert estimate([Tally(1, 1), Tally(2, 0)], 2) == Estimate(0.0, *wilson(0.0, 1), 1)
