@@ -65,7 +65,10 @@ class RLSection(Section):
     no_positive_resampling: float | None = key(
         None, "success rate at which a problem leaves the pool (0.9). Null = never", gt=0, le=1
     )
-    temperature: PositiveFloat = key("${llm.parameters.temperature}", "must be the sampling temperature")
+    temperature: PositiveFloat = key(
+        "${llm.parameters.temperature}",
+        "must be the sampling temperature. Conversations are imitated at it, too: −log π of logits divided by it",
+    )
 
 
 class LoraSection(Section):
