@@ -87,6 +87,27 @@ LEVELS = {
     "all-zero advantages": Level.OUTCOME,
 }
 """Of alarms, by name. Any other is a symptom."""
+GIVEN_UP = {
+    "verifier": ("judge down", "verifier_*/log.txt and actor_*/log.txt name the judge's error"),
+    "domain_error": ("domain fails", "event=rollout_failed in actor_*/log.txt has the exception and its line: mend it"),
+    "empty": (
+        "nothing to train",
+        "The domain returns no sampled token to train on: return the texts of its calls, with fewer labels of -100",
+    ),
+    "transport": ("servers fail", "Read actor_llm_*/log.txt: requests got no answer, or an error"),
+    "weights": ("servers fail", "Read actor_llm_*/log.txt and finetune_0/log.txt: weights were not as announced"),
+    "timeout": (
+        "rollouts time out",
+        "Raise actor.rollout_timeout_s, or find what takes so long: answers, tools or the judge",
+    ),
+    "too_long": (
+        "sequences too long",
+        "Raise finetune.seq_length and max_model_len, or lower llm.parameters.max_tokens or the prompts' length",
+    ),
+    "too_large": ("groups too large", "actor_*/log.txt has the limit: return fewer or shorter texts and images"),
+    "poisonous": ("workers die", "actor_*/log.txt has the exit code: look for crashes of libraries and for memory"),
+}
+"""Reason for which the actor gave up most groups (`actor.failures.REASONS`) → name of the cause, and cure."""
 COMMANDS = {
     "stale server": "pipelinerl status {run}",
     "calibration": "pipelinerl status {run}",
@@ -134,7 +155,9 @@ class Attempt:
     certainty: float = 0.0
     """Mean log-probability of its tokens when they were sampled."""
     asked: float | None = None
-    """Share of the problem's text that the prompt holds, from its beginning or to its end. None: nothing of it."""
+    """Share of the problem's text that the prompt holds, from its beginning or to its end, 0 for next to nothing.
+
+    None: the problem has no text that is long enough."""
     is_end_trained: bool | None = None
     """Whether the token that ended the answer is trained. None: the answer did not end by itself."""
     goes_on: bool = False
@@ -227,11 +250,13 @@ def unjudged(evidence: Evidence) -> Iterable[Cause]:
     given_up = sum(evidence.dropped.values())
     if given_up > MOST * (given_up + evidence.groups):
         reason, count = max(evidence.dropped.items(), key=lambda item: item[1])
+        name, cure = GIVEN_UP.get(reason, ("groups given up", "actor_*/log.txt has the reason: event=group_dropped"))
         yield Cause(
-            name="judge down",
+            name=name,
             step=None,
-            text=f"{given_up} of {given_up + evidence.groups} groups were given up, {count} of them for `{reason}`",
-            cure="Nothing of them is trained. Read actor_0/log.txt and verifier_0/log.txt: what does not answer?",
+            text=f"{given_up} of {given_up + evidence.groups} groups were given up, {count} of them for `{reason}`: "
+            "nothing of them is trained",
+            cure=cure,
             level=Level.DELIVERY,
             command="pipelinerl ledger {run}",
         )
@@ -301,7 +326,7 @@ def unchanged_servers(evidence: Evidence) -> Iterable[Cause]:
 
 def truncated_prompts(evidence: Evidence) -> Iterable[Cause]:
     """Only a part of the problem reaches the model."""
-    asked = [attempt.asked for attempt in evidence.attempts if attempt.asked is not None]
+    asked = [attempt.asked for attempt in evidence.attempts if attempt.asked]
     part = [share for share in asked if share < 1]
     if len(asked) >= FEWEST_ATTEMPTS and len(part) > MOST * len(asked):
         yield Cause(
@@ -486,6 +511,19 @@ def wrong_difficulty(evidence: Evidence) -> Iterable[Cause]:
             command="pipelinerl rollouts {run} --last 8",
         )
     elif wins < 1 - MOST and (1 - most_first_success(evidence)) ** max(map(len, groups)) > MOST:
+        asked = [attempt.asked for attempt in evidence.attempts if attempt.asked is not None]
+        if (missing := asked.count(0)) > MOST * len(evidence.attempts):
+            yield Cause(
+                name="problem not in prompt",
+                step=None,
+                text=f"{text}, {wins:.1%} of the first attempts succeed, and {missing} of {len(asked)} prompts hold "
+                "nothing of the problem's texts",
+                cure="Read a prompt. If it does not ask the problem, mend the domain's messages or the chat template; "
+                "if it asks in other words, the problems are too hard: take easier ones, or more attempts",
+                level=Level.DELIVERY,
+                command="pipelinerl rollouts {run} --last 3",
+            )
+            return
         yield Cause(
             name="too hard",
             step=None,

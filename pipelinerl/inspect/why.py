@@ -222,13 +222,15 @@ def prompt_of(sequence: TrainingSequence, text: TokenText) -> str:
 def share_asked(problem: str, prompt: str) -> float | None:
     """The largest share of one of the problem's texts that the prompt holds, from its beginning or to its end.
 
-    None: no text is long enough, or the prompt holds next to nothing of any, as when a template words it anew.
+    0: the prompt holds next to nothing of any, as when a template words it anew. None: no text is long enough.
     """
     known = " ".join(prompt.split())
     texts = [" ".join(value.split()) for value in problem_fields(problem).values() if isinstance(value, str)]
     shares = [_share(one, known) for one in texts if len(one) >= LONG_TEXT]
-    best = max(shares, default=0.0)
-    return best if best >= PART else None
+    if not shares:
+        return None
+    best = max(shares)
+    return best if best >= PART else 0.0
 
 
 def _share(text: str, known: str) -> float:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.actor.failures import REASONS
 from pipelinerl.inspect.alarms import History, Settings
-from pipelinerl.inspect.causes import Attempt, Drift, Evidence, causes
+from pipelinerl.inspect.causes import GIVEN_UP, Attempt, Drift, Evidence, Level, causes
 from pipelinerl.inspect.why import command_of
 from tests.planted_runs import FAULTS, Fault, play
 
@@ -50,6 +51,51 @@ def test_a_policy_that_broke_is_not_too_hard_a_task() -> None:
     assert "too hard" not in [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
     hopeless = [Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0) for n in range(1024)]
     assert "too hard" in [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(0.0, "problem not in prompt"), (1.0, "too hard"), (0.5, "too hard"), (None, "too hard")]
+)
+def test_task_is_too_hard_only_where_the_prompts_ask_it(asked: float | None, expected: str) -> None:
+    hopeless = [
+        Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0, asked=asked if n % 4 else 1.0)
+        for n in range(1024)
+    ]
+    names = [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
+    assert expected in names
+    assert len({"too hard", "problem not in prompt"} & set(names)) == 1
+
+
+def test_prompt_in_other_words_says_nothing_of_a_run_that_solves_problems() -> None:
+    solved = [
+        Attempt(group=f"{n // 8}", version=n // 64, reward=float(n % 2), success=float(n % 2), asked=0.0)
+        for n in range(1024)
+    ]
+    assert "problem not in prompt" not in [cause.name for cause in causes(Evidence(history=History(), attempts=solved))]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "expected"),
+    [
+        ({"verifier": 80, "empty": 20}, "judge down"),
+        ({"verifier": 20, "empty": 80}, "nothing to train"),
+        ({"domain_error": 100}, "domain fails"),
+        ({"transport": 100}, "servers fail"),
+        ({"timeout": 100}, "rollouts time out"),
+        ({"too_long": 100}, "sequences too long"),
+        ({"poisonous": 100}, "workers die"),
+        ({"of_a_later_version": 100}, "groups given up"),
+    ],
+)
+def test_groups_that_are_given_up_accuse_what_most_of_them_failed_for(dropped: dict[str, int], expected: str) -> None:
+    (cause,) = causes(Evidence(history=History(), dropped=dropped, groups=99))
+    assert (cause.name, cause.level) == (expected, Level.DELIVERY)
+    assert "100 of 199 groups were given up" in cause.text
+    assert causes(Evidence(history=History(), dropped=dropped, groups=100)) == []
+
+
+def test_every_reason_of_a_dropped_group_has_a_cause() -> None:
+    assert set(GIVEN_UP) == set(REASONS)
 
 
 @pytest.mark.parametrize(("last_success", "found"), [(511, True), (300, False)])

@@ -26,13 +26,13 @@ def problem(**fields: object) -> str:
         (f"<|user|>{QUESTION[:19]} and so on", 19 / 37),
         (f"<|user|>… {QUESTION[-24:]}", 24 / 37),
         ("<|user|>Which\n is the   largest of 18, 5 and 30?", 1.0),
-        ("<|user|>Something else", None),
+        ("<|user|>Something else", 0.0),
     ],
 )
-def test_share_of_the_question_that_a_prompt_holds(prompt: str, share: float | None) -> None:
+def test_share_of_the_question_that_a_prompt_holds(prompt: str, share: float) -> None:
     solution = "The largest of 18, 5 and 30 is the last one, 30."
     asked = share_asked(problem(question=QUESTION, solution=solution, id=3), prompt)
-    assert asked == (None if share is None else pytest.approx(share, abs=0.03))
+    assert asked == pytest.approx(share, abs=0.03)
 
 
 def test_a_text_too_short_to_miss_says_nothing() -> None:
