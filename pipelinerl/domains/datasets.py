@@ -6,13 +6,15 @@ address of a JSON file (``https://…/rows.json``) works as well.
 """
 
 import csv
+import glob
 import gzip
 import json
 import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, TextIO
@@ -24,6 +26,8 @@ from pipelinerl.errors import DomainError
 from pipelinerl.world.disk import matching
 
 log = logging.getLogger(__name__)
+
+csv.field_size_limit(1 << 30)  # tests of programs are longer than its default of 128 KiB
 
 HELD_OUT_EVERY = 10
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
@@ -102,8 +106,9 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
             yield row
     except DomainError:
         raise
-    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
-        advice = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error, RecursionError) as error:
+        fixes = {UnicodeDecodeError: "; save it as UTF-8", csv.Error: "; close its quotes"}
+        advice = fixes.get(type(error), "")
         raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}{advice}") from error
 
 
@@ -114,9 +119,12 @@ def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
         raise DomainError(f"dataset {name!r}: only addresses that begin with https:// are read; download it")
     if (local := data_file(name)) is not None:
         return local_rows(name, *local)
-    if os.path.isdir(name):
-        raise DomainError(f"dataset {name!r} is a folder: write it as `./{name}`")
     match = NAME.fullmatch(name)
+    path = name if match is None else match["path"]
+    if os.path.exists(path) or glob.has_magic(path):
+        raise DomainError(
+            f"dataset {name!r} is a file, a folder or a pattern here: write it as `./{name}`, or rename what is here"
+        )
     if match is None:
         raise DomainError(f"dataset {name!r} is not of the form <name>[:<config>][@<split>], nor a file or a pattern")
     return hub_rows(match["path"], match["config"], match["split"] or "train", streaming)
@@ -204,7 +212,9 @@ def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
         raise DomainError(f"{file} is no data file: its name must end in {DATA_ENDINGS}")
     with (gzip.open if file.suffix.lower() == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
         if form in ("csv", "tsv"):
-            reader = csv.DictReader(stream, restkey=TOO_MANY, delimiter="\t" if form == "tsv" else ",")
+            delimiter = "\t" if form == "tsv" else ","
+            reader = csv.DictReader(stream, restkey=TOO_MANY, delimiter=delimiter, strict=True)
+            refuse_repeated(reader.fieldnames or (), file)
             yield from map(without_extra_cells, reader)
         elif form == "json" and (split != "train" or not has_json_lines(stream)):
             yield from listed_rows(parse(stream.read()), file, split)
@@ -220,10 +230,17 @@ def table_batches(file: Path, form: str) -> Iterator[Any]:
 
     if form == "parquet":
         with ParquetFile(file) as parquet:
+            refuse_repeated(parquet.schema_arrow.names, file)
             yield from parquet.iter_batches(batch_size=1024)
     else:
         with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from batches
+
+
+def refuse_repeated(columns: Sequence[str], file: Path) -> None:
+    """Raises ``DomainError`` if columns have the same name: a row could hold only one of their values."""
+    if repeated := sorted(name for name, count in Counter(columns).items() if count > 1):
+        raise DomainError(f"{file} has several columns of the name {repeated[0]!r}: rename them, or remove all but one")
 
 
 def without_nulls_within(row: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +295,8 @@ def listed_rows(content: Any, file: Path, split: str) -> list[Any]:
 def json_row(line: str, file: Path, number: int) -> Any:
     try:
         return parse(line)
-    except json.JSONDecodeError as error:
-        raise DomainError(f"{file}:{number} is not JSON: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DomainError(f"{file}:{number} is not JSON that can be read: {error}") from error
 
 
 def hub_rows(path: str, config: str | None, split: str, streaming: bool, **options: str) -> Iterator[dict[str, Any]]:

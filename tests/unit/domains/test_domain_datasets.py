@@ -108,7 +108,6 @@ def test_bad_row_of_coding_problems_is_named(tmp_path):
         ("x.json", b"{broken", "JSONDecodeError"),
         ("x.jsonl", b'{"task": "\xff", "answer": "1"}', "UnicodeDecodeError.*save it as UTF-8"),
         ("x.parquet", b"no parquet", "ArrowInvalid"),
-        ("x.csv", b'task,answer\n"' + b"x" * 200_000 + b'",1\n', "field larger than field limit"),
         ("x.csv", b"q,a\n1,2,3\n", "columns.task"),
     ],
 )
@@ -302,7 +301,7 @@ def test_folder_without_a_slash_is_no_guess(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written_as(tmp_path / "rows/a.jsonl", LINES)
     assert tasks_of("./rows") == tasks_of("rows/") == SEEN
-    with pytest.raises(DomainError, match=r"'rows' is a folder: write it as `\./rows`"):
+    with pytest.raises(DomainError, match=r"'rows' is a file, a folder or a pattern here: write it as `\./rows`"):
         load_problems(["rows"])
     for missing in ("./nowhere", "/no/where/", "./nowhere/*"):
         with pytest.raises(DomainError, match="no such file or folder"):
@@ -315,3 +314,45 @@ def test_table_loses_the_keys_that_other_rows_have_and_json_keeps_its_nulls(tmp_
     assert list(rows_of(f"{tmp_path}/x.parquet", True)) == rows
     real = {"call": {"city": None}}
     assert list(rows_of(written_as(tmp_path / "x.jsonl", json.dumps(real)), True)) == [real]
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    table = tmp_path / "rows.csv"
+    table.write_text("problem,answer,answer\n1+1?,2,3\n")
+    columns = pyarrow.Table.from_arrays([pyarrow.array([text]) for text in ("1+1?", "2", "3")], ["problem", "a", "a"])
+    pyarrow.parquet.write_table(columns, tmp_path / "rows.parquet")
+    for file, name in ((table, "answer"), (tmp_path / "rows.parquet", "a")):
+        with pytest.raises(DomainError, match=f"{file.name} has several columns of the name '{name}'"):
+            list(rows_of(str(file), True))
+
+
+def test_quote_that_is_not_closed_is_refused_and_swallows_no_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('problem,answer\n1+1?,"2\n2+2?,4\n')
+    with pytest.raises(DomainError, match="unexpected end of data; close its quotes"):
+        list(rows_of(str(path), True))
+
+
+def test_long_cell_is_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"problem,answer\n{'x' * 200_000},4\n")
+    assert [len(row["problem"]) for row in rows_of(str(path), True)] == [200_000]
+
+
+def test_too_deep_json_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + "[" * 100_000)
+    with pytest.raises(DomainError, match=r"rows\.jsonl:2 is not JSON that can be read: maximum recursion depth"):
+        list(rows_of(str(path), True))
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows@test", "rows.*", "rows.txt@test"])
+def test_name_that_is_here_and_does_not_look_like_data_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DomainError) as error:
+        list(rows_of(name, True))
+    assert str(error.value) == (
+        f"dataset {name!r} is a file, a folder or a pattern here: write it as `./{name}`, or rename what is here"
+    )
