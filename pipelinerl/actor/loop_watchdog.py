@@ -7,6 +7,7 @@ not run is taken off (``blocked_s``), so a busy or stopped machine is not taken 
 
 import asyncio
 import functools
+import inspect
 import logging
 import sys
 import sysconfig
@@ -43,7 +44,7 @@ class LoopStack:
 
     domain: str
     where: str
-    """`FILE:LINE in FUNCTION` of the innermost frame of the domain's own code."""
+    """`FILE:LINE in FUNCTION` of the innermost frame of the domain's own code, or of ours if the domain awaits it."""
     stack: tuple[str, ...]
     """Likewise of the innermost frames, the innermost one last."""
 
@@ -153,8 +154,24 @@ class LoopWatchdog:
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
-        own = next(filter(self._is_own, frames), innermost)
-        return LoopStack(self._domain(frames), line_of(own), tuple(map(line_of, reversed(frames[:STACK_FRAMES]))))
+        return LoopStack(
+            self._domain(frames), line_of(self._guilty(frames)), tuple(map(line_of, reversed(frames[:STACK_FRAMES])))
+        )
+
+    def _guilty(self, frames: list[FrameType]) -> FrameType:
+        """The innermost frame of the domain's own code, which may have called a function of ours.
+
+        A coroutine of ours that it awaits must not block: then it is our innermost frame.
+        """
+        ours: FrameType | None = None
+        for frame in frames:
+            if self._is_own(frame):
+                return frame
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                ours = ours or frame
+                if frame.f_code.co_flags & inspect.CO_COROUTINE:
+                    return ours
+        return frames[0]
 
     def _domain(self, frames: list[FrameType]) -> str:
         """The domain whose rollout runs. A task that a rollout began is known by the file of its code."""
@@ -181,7 +198,7 @@ class LoopWatchdog:
         log.warning(
             "event=loop_blocked domain=%s times=%d seconds=%.1f last_s=%.1f at=%s note=all rollouts of this worker "
             "stood still meanwhile: run the blocking call in a thread, `await asyncio.to_thread(function, ...)`, or "
-            "use an async library stack=%s",
+            "use an async library; in a line of PipelineRL's own, long prompts and answers do it stack=%s",
             *(domain, len(pauses), sum(pauses), seconds, seen.where, " > ".join(seen.stack) or NOT_SEEN),
         )
 

@@ -285,8 +285,9 @@ def blocked_loops(history: History) -> Iterable[Alarm]:
             step=step,
             text=f"domain {domain} has blocked its rollout workers for {seconds:.1f} s"
             f"{last_at(history.blocked_at, domain)}: all their rollouts stood still",
-            cure="Run the blocking call in a thread (await asyncio.to_thread(function, ...)) or use an async library; "
-            "event=loop_blocked in actor_*/log.txt has the stack",
+            cure="Run the blocking call in a thread (await asyncio.to_thread(function, ...)) or use an async library. "
+            "If the line is PipelineRL's own, prompts and answers are too long for it: shorten them, or raise "
+            "actor.rollout_workers. event=loop_blocked in actor_*/log.txt has the stack",
         )
 
 

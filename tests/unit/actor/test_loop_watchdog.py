@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.actor.loop_watchdog import BLOCKED_S, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s
+from pipelinerl.actor.loop_watchdog import BLOCKED_S, PACKAGE, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s
 from pipelinerl.actor.messages import Blocked, Sampling
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.inspect.alarms import History, alarms
@@ -94,6 +94,32 @@ async def test_probe_asks_whose_rollout_the_task_is() -> None:
     assert set(watchdog.blocked) == {"olympiad"}
     assert watchdog.blocked["olympiad"].where.startswith(f"{__file__}:")
     assert watchdog.blocked["olympiad"].where.endswith(".rollout")
+
+
+OURS = f"{PACKAGE}render.py"
+"""A file of the package in which both functions below are."""
+
+
+@pytest.mark.parametrize(("awaited", "file"), [(True, OURS), (False, __file__)])
+async def test_probe_names_our_line_where_the_domain_awaits_us_and_its_own_where_it_calls(
+    awaited: bool, file: str
+) -> None:
+    """The sleep stands for a library that our code calls."""
+    names: dict[str, Any] = {}
+    source = "def render(library):\n    library()\n\nasync def generate(library):\n    render(library)\n"
+    exec(compile(source, OURS, "exec"), names)
+
+    async def rollout() -> None:
+        library = functools.partial(time.sleep, PAUSE_S)
+        if awaited:
+            await names["generate"](library)
+        else:
+            names["render"](library)
+
+    watchdog = LoopWatchdog({"math": sleepy_rollout})
+    await watched(watchdog, rollout())
+    assert watchdog.blocked["math"].where.startswith(f"{file}:")
+    assert watchdog.blocked["math"].where.endswith("in render" if awaited else ".rollout")
 
 
 async def test_probe_names_no_domain_where_two_share_the_file() -> None:
