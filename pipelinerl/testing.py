@@ -8,6 +8,7 @@ it is given another.
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import numpy as np
 from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import llm_async_generate
+from pipelinerl.errors import RecordError
 from pipelinerl.llm import GenerateRequest, RolloutState, TrainableLLM
 from pipelinerl.records.answers import (
     ANSWER_PATH,
@@ -30,7 +33,14 @@ from pipelinerl.records.answers import (
     RequestUnderWay,
     UnderWay,
 )
-from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
+from pipelinerl.rollouts import (
+    MASKED_TOKEN_ID,
+    CallTokens,
+    RewardMode,
+    RolloutResult,
+    check_named_rewards,
+    check_result,
+)
 from pipelinerl.streams.codec import Codec
 from pipelinerl.world.proxies import open_session
 
@@ -156,15 +166,33 @@ async def run_rollout(
         function: the domain's rollout function.
         problem: the problem that it gets.
         replies: see ``FakeLLM``.
-        cfg: the run's configuration that the function gets. `actor.rewards` is the mode of the result's rewards.
+        cfg: the run's configuration that the function gets. Its `actor.rewards`, `finetune.seq_length` and
+            `finetune.rl.reward_weights` count for the check, too.
         fields: passed to ``FakeLLM.saying``.
     Raises:
         DomainError, RecordError: the actor would refuse the result. The message names the field.
     """
     config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg or {})
+    llm = FakeLLM.saying(replies, **fields)
     async with open_session() as session:
-        result = await function(config, FakeLLM.saying(replies, **fields), problem, session)
-    return check_result(result, OmegaConf.select(config, "actor.rewards") or "rollout")
+        result = await function(config, llm, problem, session)
+    if llm.state.failure is not None:  # the function caught it, but no rollout goes on without the answer
+        raise llm.state.failure
+    mode: RewardMode = OmegaConf.select(config, "actor.rewards") or "rollout"
+    rollout = to_rollout(
+        check_result(result, mode),
+        attempt=0,
+        latency_s=0.0,
+        num_llm_calls=llm.state.num_calls,
+        fallback_version=0,
+        seq_length=OmegaConf.select(config, "finetune.seq_length") or sys.maxsize,
+        rewards=mode,
+    )
+    names = OmegaConf.select(config, "finetune.rl.reward_weights") or ()
+    check_named_rewards(rollout.metrics, rollout.rewards, names)
+    if not rollout.sequences:
+        raise RecordError(f"no training text has a sampled token to train on: labels of {MASKED_TOKEN_ID} mask tokens")
+    return result
 
 
 Sampler = Callable[[list[int], dict[str, Any], int], list[int]]

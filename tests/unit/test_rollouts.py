@@ -1,5 +1,6 @@
 """What a rollout function returns is checked by field, in a domain's own tests as in the actor."""
 
+import contextlib
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ConfigDict
 
+from pipelinerl.actor.sequences import SequenceTooLong
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.errors import DomainError, PipelineRLError, RecordError
+from pipelinerl.errors import DomainError, PipelineRLError, RecordError, TransportError
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, finite, numeric_metrics
 from pipelinerl.testing import run_rollout
@@ -51,6 +53,18 @@ def with_metric(value: Any) -> Any:
     return change
 
 
+def masked(result: RolloutResult) -> RolloutResult:
+    text = result.training_texts[0]
+    text.labels = [-100] * len(text.labels)
+    return result
+
+
+def without_a_label(result: RolloutResult) -> RolloutResult:
+    text = result.training_texts[0]
+    text.labels = text.labels[:-1]
+    return result
+
+
 def without_texts(result: RolloutResult) -> RolloutResult:
     result.training_texts = []
     return result
@@ -83,6 +97,8 @@ async def test_run_rollout_returns_a_right_result() -> None:
         (with_reward(1e16), RecordError, r"training_texts\[0\].reward is 1e\+16"),
         (with_reward(-(10**16)), RecordError, r"training_texts\[0\].reward is -1"),
         (without_texts, RecordError, "training_texts is empty"),
+        (masked, RecordError, "no training text has a sampled token to train on: labels of -100"),
+        (without_a_label, RecordError, "labels"),
     ],
 )
 async def test_run_rollout_refuses_what_the_actor_refuses(
@@ -90,6 +106,37 @@ async def test_run_rollout_refuses_what_the_actor_refuses(
 ) -> None:
     with pytest.raises(kind, match=message):
         await run_rollout(returning(change), {}, ["yes"])
+
+
+@pytest.mark.parametrize(
+    ("finetune", "kind", "message"),
+    [
+        ({"seq_length": 4}, SequenceTooLong, "finetune.seq_length is 4"),
+        ({"rl": {"reward_weights": {"format": 1.0}}}, RecordError, "names 'format', which the rollout does not report"),
+    ],
+)
+async def test_run_rollout_refuses_what_the_actor_refuses_with_that_configuration(
+    finetune: dict, kind: type[PipelineRLError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await run_rollout(returning(lambda result: result), {}, ["yes"], cfg={"finetune": finetune})
+
+
+async def test_run_rollout_raises_a_servers_error_that_the_function_caught() -> None:
+    """As in a run: what the domain returns without the answer is no rollout."""
+
+    async def fallback(cfg: Any, llm: Any, problem: Any, session: Any) -> Any:
+        with contextlib.suppress(TransportError):
+            await llm_call(llm, session)
+        return RolloutResult(
+            training_texts=[], metrics=BaseMetrics(reward=0, success=0, no_error=0, no_answer=1), latency=0.0
+        )
+
+    def refuse(prompt: str) -> str:
+        raise TransportError("no answer")
+
+    with pytest.raises(TransportError, match="no answer"):
+        await run_rollout(fallback, {}, refuse)
 
 
 @pytest.mark.parametrize("value", [1e300, -1e16, 10**400, np.float64(2e15), np.int64(2**62), np.nan])
