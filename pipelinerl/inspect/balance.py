@@ -216,7 +216,10 @@ def advice(balance: Balance, splits: Divisions) -> str:
     )
     if balance.narrow == "generation" and splits.max_rollouts != "auto":
         also = "You could" if found is None else "You could also"
-        return f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts})"
+        return (
+            f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts}); where a rollout worker uses "
+            "a whole core, raise actor.rollout_workers or make the domain cheaper instead"
+        )
     return words
 
 

@@ -168,7 +168,12 @@ SPLITS = Divisions(
 @pytest.mark.parametrize(
     ("wait", "held", "name", "words"),
     [
-        (1.0, 0.0, "trainer waits", ("50%", "gives 0.50 of", "world.actor_fraction=5", "1.25 ×", "(it is 64)")),
+        (
+            1.0,
+            0.0,
+            "trainer waits",
+            ("50%", "gives 0.50 of", "world.actor_fraction=5", "1.25 ×", "(it is 64)", "rollout_workers"),
+        ),
         (0.0, 0.5, "servers wait", ("keeps 50%", "up to 2.0 ×", "No other split")),
         (1.0, 0.5, "both wait", ("each side waits", "max_lag_steps (it is 3)")),
     ],
