@@ -38,7 +38,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import RewardMode, RolloutResult, check_named_rewards
+from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, check_named_rewards
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,10 @@ class Executor:
         if not start.evaluation:
             check_named_rewards(rollout.metrics, rollout.rewards, self._rules.named_rewards)
         if not rollout.sequences and not start.evaluation:
-            detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"
+            detail = (
+                f"{function_name(self._functions[start.domain])} returned {len(result.training_texts)} training texts "
+                f"without a sampled token to train on: labels of {MASKED_TOKEN_ID} mask tokens"
+            )
             return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)
         return rollout
 

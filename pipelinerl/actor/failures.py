@@ -31,6 +31,8 @@ TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISO
 REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
 WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself. Attempts that fail for one of these are tried again."""
+OF_THE_DOMAIN = frozenset({DOMAIN, EMPTY})
+"""Causes in the domain's own code. It will do so again, so they count towards ``actor.max_domain_errors``."""
 KEEP_ANSWERS = frozenset({TRANSPORT, VERIFIER})
 """Causes that mostly lie outside the attempt, too. Tried again for the first time, it gets the answers that it had got.
 After a second failure, or another one, they are sampled anew: they may be a faulty server's, or the reason why it
@@ -76,7 +78,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class DomainErrors:
-    """Counts failures in the domain's code. More than ``limit`` (``actor.max_domain_errors``) of them end the role."""
+    """Counts failures ``OF_THE_DOMAIN``. More than ``limit`` (``actor.max_domain_errors``) of them end the role."""
 
     def __init__(self, limit: int):
         self._limit = limit

@@ -180,7 +180,7 @@ class ActorLoop:
 
     def _note(self, failure: Failure) -> None:
         self._metrics.failure(failure.reason, failure.server)
-        if failure.reason == failures.DOMAIN:
+        if failure.reason in failures.OF_THE_DOMAIN:
             log.error("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
             self._domain_errors.add(failure.detail)
         elif failure.reason != failures.POISONOUS:  # the worker's death is in the log

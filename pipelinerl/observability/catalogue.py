@@ -91,7 +91,7 @@ class ActorMetric(Metric):
         "rollouts",
         "published for training before this server missed the weight probe for them",
     )
-    DOMAIN_ERRORS = "domain_errors", "exceptions", "of the domain's own code"
+    DOMAIN_ERRORS = "domain_errors", "rollouts", "that the domain's own code ended, or returned without a trained token"
     LOOP_BLOCKED_S = (
         "loop_blocked_s/{domain}",
         "s",

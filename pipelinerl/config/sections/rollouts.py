@@ -121,7 +121,9 @@ class ActorSection(Section):
         may_change=True,
     )
     max_domain_errors: NonNegativeInt = key(
-        100, "exceptions of the domain's own code before the run stops", may_change=True
+        100,
+        "exceptions of the domain's own code and rollouts that it returns without a trained token, until the run stops",
+        may_change=True,
     )
     log_every_s: PositiveFloat = key(10, "interval of the actor's metrics", may_change=True)
 

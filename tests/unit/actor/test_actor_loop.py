@@ -27,7 +27,7 @@ def test_mix_of_what_is_published_meets_the_weights_although_one_domain_is_dropp
     def answer(start: StartGroup) -> GroupFinished:
         count[start.domain] += 1
         lost = start.domain == 0 and count[0] % 3 != 0
-        return finished(start, failed=start.attempts if lost else (), reason="empty")
+        return finished(start, failed=start.attempts if lost else (), reason="too_long")
 
     stage = Stage(answer, weights={"a": 3.0, "b": 1.0})
     stage.until(lambda: len(stage.records) >= 400)
@@ -104,7 +104,7 @@ def test_samples_that_the_preprocessor_drops_are_made_up_for() -> None:
 
 def test_domain_of_which_everything_is_dropped_holds_up_nobody() -> None:
     stage = Stage(
-        lambda start: finished(start, failed=start.attempts if start.domain == 0 else (), reason="empty"),
+        lambda start: finished(start, failed=start.attempts if start.domain == 0 else (), reason="too_long"),
         weights={"broken": 1.0, "good": 1.0},
     )
     stage.until(lambda: sum(isinstance(record, RolloutGroup) for record in stage.records) >= 100)
@@ -151,7 +151,7 @@ def test_member_within_the_budget_is_left_out() -> None:
 def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
     """Batch of 4 at bound 0: whatever is dropped, exactly 4 samples are published."""
     count = iter(range(10_000))
-    stage = Stage(lambda s: finished(s, failed=s.attempts if next(count) % 5 else (), reason="empty"), batch=4)
+    stage = Stage(lambda s: finished(s, failed=s.attempts if next(count) % 5 else (), reason="too_long"), batch=4)
     stage.until(lambda: sum(len(r.rollouts) for r in stage.records if isinstance(r, RolloutGroup)) >= 4)
     before = len(stage.records)
     polls = iter(range(50))
@@ -160,8 +160,9 @@ def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
     assert len(stage.records) == before
 
 
-def test_domain_errors_beyond_the_budget_end_the_role() -> None:
-    stage = Stage(lambda start: finished(start, failed=start.attempts, reason="domain_error"))
+@pytest.mark.parametrize("reason", ["domain_error", "empty"])
+def test_failures_of_the_domain_beyond_the_budget_end_the_role(reason: str) -> None:
+    stage = Stage(lambda start: finished(start, failed=start.attempts, reason=reason))
     with pytest.raises(DomainError, match=says(6, "failed", "actor.max_domain_errors=5", "d")):
         stage.until(lambda: False)
 

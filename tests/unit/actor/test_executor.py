@@ -418,6 +418,19 @@ async def test_result_without_tokens_is_not_trained(run: Run, server: FakeServer
 
     finished = await run(empty, server, attempts=1)
     assert finished.failures[0].reason == "empty"
+    assert "returned 0 training texts" in finished.failures[0].detail
+
+
+async def test_result_whose_labels_are_all_masked_is_not_trained_and_says_so(run: Run, server: FakeServer) -> None:
+    async def masked(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        result = await plain(cfg, llm, problem, session)
+        for text in result.training_texts:
+            text.labels = [-100] * len(text.labels)
+        return result
+
+    finished = await run(masked, server, attempts=1)
+    assert finished.failures[0].reason == "empty"
+    assert "masked returned 1 training texts" in finished.failures[0].detail
 
 
 @pytest.mark.parametrize(
