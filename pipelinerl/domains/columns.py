@@ -6,7 +6,7 @@ JSON text, or places in lists. Rows of verl, TRL, verifiers and OpenAI need no n
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -22,7 +22,7 @@ IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
 """A picture's place in a text, as LLaVA and verl mark it, or Markdown."""
 IMAGE_PART = re.compile("image|video|audio")
 """Types of the parts of a message that are not text."""
-HAS_IMAGES = "the question has images, videos or sounds, which this domain does not send"
+HAS_IMAGES = "it has images, videos or sounds, and only text is sent"
 SURROGATE = re.compile("[\ud800-\udfff]")
 INFINITE = (math.inf, -math.inf)
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -85,9 +85,7 @@ def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
     Raises:
         UnusableRow: there is no such column, it holds neither a text nor messages, or the question has images.
     """
-    for key in row:
-        if IMAGES.fullmatch(key) and is_filled(row[key]):
-            raise UnusableRow(HAS_IMAGES, f"column `{key}` is {shown(row[key])}")
+    refuse_images(row)
     value = column(row, name, QUESTIONS, "task")
     key = (found_column(row, name, QUESTIONS) or ("",))[0]
     if is_unusable(value) or value == []:
@@ -164,6 +162,13 @@ def messages_in(value: Any, key: str) -> Messages:
             )
         found.append(given | {"content": content})
     return found
+
+
+def refuse_images(row: Mapping[str, Any]) -> None:
+    """Raises ``UnusableRow`` if a column of images or sounds holds something."""
+    for key in row:
+        if IMAGES.fullmatch(key) and is_filled(row[key]):
+            raise UnusableRow(HAS_IMAGES, f"column `{key}` is {shown(row[key])}")
 
 
 def refuse_surrogates(key: str, *texts: str) -> None:

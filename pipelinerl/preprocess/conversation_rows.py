@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipelinerl.config.origin import data_file
+from pipelinerl.domains.columns import ROLES, refuse_images
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import RowReport, UnusableRow, is_unusable, usable_problems
 
@@ -25,7 +26,7 @@ LIKE_A_WEIGHT = re.compile(
     r"(^|_)(train|trainable|trained|training|learn|learnable|supervised?|loss|losses|mask|masked|masks|weights?|ignored?)(_|$)"
 )
 """Words in names of keys and columns that may be meant as such, but are not known."""
-COLUMNS = ("messages", "conversations", "tools", "functions", "prompt", "completion")
+COLUMNS = ("messages", "conversations", "tools", "functions", "prompt", "completion", "system")
 WORDS = {"true": 1.0, "false": 0.0}
 SHAREGPT_ROLES = {
     "human": "user",
@@ -36,6 +37,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+HOLDS = {"content", "tool_calls", "function_call"}
+"""Keys of which a message has one at least."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an answer's thoughts. Templates read one of them."""
 
@@ -131,7 +134,7 @@ def _read_dataset(name: str, max_left_out: float) -> tuple[DatasetReport, list[C
 def read_conversation(
     row: Mapping[str, Any], source: tuple[str, int] = ("", 0), *, has_absent_nulls: bool = False
 ) -> Conversation:
-    """Read a row: ``messages`` or ``conversations``, perhaps with ``tools``, or ``prompt`` and ``completion``.
+    """Read a row: `messages`, `conversations`, or `prompt` and `completion`, perhaps with `tools` and `system`.
 
     Args:
         source: data set and row.
@@ -140,6 +143,7 @@ def read_conversation(
     Raises:
         UnusableRow: the row says not, or not clearly, what to imitate.
     """
+    refuse_images(row)
     given = {name: row[name] for name in COLUMNS if not is_unusable(row.get(name))}
     weight = _weight_of(row, ROW_WEIGHTS, "the row")
     messages, weights = _read_messages(_raw_messages(row, given), has_absent_nulls, is_trained=weight != 0)
@@ -159,12 +163,23 @@ def _raw_messages(row: Mapping[str, Any], given: Mapping[str, Any]) -> list[dict
         messages = [*_said(given["prompt"], "user"), *_said(given["completion"], "assistant")]
     else:
         raise UnusableRow(
-            "it has neither `messages`, nor `conversations`, nor `prompt` and `completion`",
+            "it has no value in `messages`, `conversations`, or `prompt` and `completion`",
             f"columns {', '.join(sorted(row))}",
         )
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise UnusableRow("its messages are no list of objects", _short(messages))
-    return [_from_sharegpt(one) if "from" in one and "role" not in one else one for one in messages]
+    messages = [_from_sharegpt(one) if one.get("role") is None and one.get("from") else one for one in messages]
+    return _with_system(messages, given.get("system"))
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """The messages behind the text of the column ``system``, which ShareGPT's sets have beside them."""
+    if system is None:
+        return messages
+    own = [message.get("content") for message in messages if message.get("role") in ("system", "developer")]
+    if not isinstance(system, str) or own not in ([], [system]):
+        raise UnusableRow("its column `system` is no text, or differs from its system message", _short(system))
+    return messages if own else [{"role": "system", "content": system}, *messages]
 
 
 def _said(value: Any, role: str) -> list[Any]:
@@ -173,7 +188,7 @@ def _said(value: Any, role: str) -> list[Any]:
     if isinstance(value, str) and not (
         isinstance(messages, list)
         and messages
-        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+        and all(isinstance(one, dict) and one.get("role") in ROLES and one.keys() & HOLDS for one in messages)
     ):
         return [{"role": role, "content": value}]
     return messages if isinstance(messages, list) else [messages]
@@ -183,7 +198,7 @@ def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     role = SHAREGPT_ROLES.get(str(message["from"]))
     if role is None:
         raise UnusableRow("a message is from somebody unknown", f"{message['from']!r}, not {sorted(SHAREGPT_ROLES)}")
-    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    others = {name: value for name, value in message.items() if name not in ("from", "value", "role")}
     return {"role": role, "content": message.get("value"), **others}
 
 
@@ -202,8 +217,8 @@ def _read_messages(
                 "a message has a key that sounds like a weight and is not known", f"{where}: {', '.join(unknown)}"
             )
         role = message.get("role")
-        if not isinstance(role, str):
-            raise UnusableRow("a message has no role", where)
+        if role not in (*ROLES, "function"):
+            raise UnusableRow("a message has no role that is known", f"{where}: {_short(role)}, not in {ROLES}")
         if role == "function":
             message["role"] = "tool"
             if messages and messages[-1].get("tool_calls"):
@@ -218,6 +233,9 @@ def _read_messages(
             message |= dict.fromkeys(THOUGHTS, thought)  # a template reads it by one of these names
         if isinstance(message.get("content"), list):
             message["content"] = [_given(part) if isinstance(part, dict) else part for part in message["content"]]
+            kinds = {str(part.get("type") or "text") for part in message["content"] if isinstance(part, dict)}
+            if kinds - {"text"}:
+                raise UnusableRow("a message has parts that are no text", f"{where}: {', '.join(sorted(kinds))}")
         _check_content(message, where, is_trained=is_trained and role == "assistant" and weight != 0)
         messages.append(message)
     if not any(message["role"] == "assistant" for message in messages):

@@ -36,7 +36,16 @@ THOUGHT = {"reasoning_content": "hm", "reasoning": "hm", "thinking": "hm"}
         ({"prompt": "hi", "completion": "ho", "id": 3}, MESSAGES),
         ({"prompt": [ASK], "completion": [SAY]}, MESSAGES),
         ({"prompt": json.dumps([ASK]), "completion": json.dumps([SAY])}, MESSAGES),
+        # The system prompt in a column of its own
+        ({"system": "Be brief.", "messages": MESSAGES}, [{"role": "system", "content": "Be brief."}, *MESSAGES]),
+        ({"system": "", "messages": MESSAGES}, MESSAGES),
+        (
+            {"system": "A", "messages": [{"role": "system", "content": "A"}, *MESSAGES]},
+            [{"role": "system", "content": "A"}, *MESSAGES],
+        ),
+        ({"conversations": [{"from": "human", "value": "hi", "role": None}, {"from": "gpt", "value": "ho"}]}, MESSAGES),
         # Texts that look like lists
+        ({"prompt": "hi", "completion": '[{"role": "admin"}]'}, [ASK, SAY | {"content": '[{"role": "admin"}]'}]),
         ({"prompt": "[1, 2, 3]", "completion": "[]"}, [ASK | {"content": "[1, 2, 3]"}, SAY | {"content": "[]"}]),
         (
             {"prompt": '[{"name": "f"}]', "completion": '{"role": "user"}'},
@@ -82,13 +91,23 @@ def test_row_is_read(row: dict[str, Any], messages: list[dict[str, Any]] | None)
 @pytest.mark.parametrize(
     ("row", "reason", "detail"),
     [
-        ({"text": "hi"}, "neither `messages`", "text"),
-        ({"prompt": "hi", "completion": None}, "neither `messages`", "completion"),
+        ({"text": "hi"}, "no value in `messages`", "text"),
+        ({"prompt": "hi", "completion": None}, "no value in `messages`", "completion"),
         ({"messages": "hi"}, "no list of objects", "hi"),
         ({"messages": []}, "no list of objects", "[]"),
         ({"messages": ["hi"]}, "no list of objects", "hi"),
         ({"messages": [{"content": "x"}]}, "no role", "message 0"),
-        ({"messages": [ASK, {"role": "Assistant", "content": "ho"}]}, "no message has the role assistant", "Assistant"),
+        (
+            {"messages": [ASK, {"role": "Assistant", "content": "ho"}]},
+            "no role that is known",
+            "message 1: 'Assistant'",
+        ),
+        ({"messages": [ASK | {"role": "human"}, SAY]}, "no role that is known", "message 0: 'human'"),
+        ({"messages": [ASK]}, "no message has the role assistant", "user"),
+        ({"messages": MESSAGES, "system": "Be brief.", "images": [{"bytes": "x"}]}, "images", "`images`"),
+        ({"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]}, "parts that are no text", "image_url"),
+        ({"messages": [ASK, SAY | {"content": [{"type": "thinking", "thinking": "hm"}]}]}, "no text", "thinking"),
+        ({"messages": [{"role": "system", "content": "A"}, *MESSAGES], "system": "B"}, "`system`", "'B'"),
         ({"messages": [ASK, {"role": "assistant", "content": None}]}, "empty or missing", "message 1"),
         ({"messages": [ASK, {"role": "assistant"}]}, "empty or missing", "message 1"),
         ({"messages": [ASK, SAY, ASK, SAY | {"content": " \n"}]}, "empty or missing", "message 3"),
