@@ -12,6 +12,7 @@ from typing import Any
 
 from pipelinerl.domains.json_text import parse
 from pipelinerl.domains.rows import UnusableRow, is_unusable
+from pipelinerl.errors import DomainError
 
 QUESTIONS = ("question", "problem", "prompt", "messages", "task")
 """Usual columns of a question. `task` is the last, because some data sets name the kind of task there."""
@@ -25,10 +26,31 @@ IMAGE_PART = re.compile("image|video|audio")
 HAS_IMAGES = "it has images, videos or sounds, and only text is sent"
 SURROGATE = re.compile("[\ud800-\udfff]")
 INFINITE = (math.inf, -math.inf)
+CHOICES = ("choices", "options")
+"""Usual columns of the choices of a question."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+HOLDS = {"content", "tool_calls", "function_call"}
+"""Keys of which a message has one at least."""
 
 Messages = list[dict[str, Any]]
 MISSING = object()
+
+
+def checked_columns(columns: Mapping[str, str] | None, fields: Sequence[str]) -> dict[str, str]:
+    """Returns the columns that the configuration names.
+
+    Args:
+        columns: field → column. None: none is named.
+        fields: those that the domain reads.
+    Raises:
+        DomainError: another field, or a column that is no text. It would have no effect.
+    """
+    named = columns or {}
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
+        raise DomainError(f"`dataset_loader_params.columns` is {columns!r}: it must be an object, field: column")
+    if others := sorted(named.keys() - set(fields)):
+        raise DomainError(f"`dataset_loader_params.columns.{others[0]}` is no field of this domain: {list(fields)}")
+    return dict(named)
 
 
 def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: str) -> Any:
@@ -90,6 +112,8 @@ def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
     key = (found_column(row, name, QUESTIONS) or ("",))[0]
     if is_unusable(value) or value == []:
         raise UnusableRow("the question is missing", f"column `{key}` is {shown(value)}")
+    if isinstance(value, str):
+        value = messages_of_text(value) or value
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_in(value, key)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()  # the answer
@@ -98,6 +122,13 @@ def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
     if image := next(filter(None, (IMAGE_IN_TEXT.search(message["content"]) for message in messages)), None):
         raise UnusableRow(HAS_IMAGES, f"column `{key}` holds {image[0]!r}")
     refuse_surrogates(key, *(message["content"] for message in messages))
+    asked = words("\n".join(message["content"] for message in messages))
+    for name in CHOICES:
+        if is_filled(row.get(name)) and not all(words(choice) in asked for choice in leaves(row[name])):
+            raise UnusableRow(
+                "the question lacks its choices",
+                f"column `{name}` is {shown(row[name])}: write them into the question, or remove the column",
+            )
     return value if isinstance(value, str) else messages
 
 
@@ -164,6 +195,18 @@ def messages_in(value: Any, key: str) -> Messages:
     return found
 
 
+def messages_of_text(text: str) -> list[dict[str, Any]] | None:
+    """Returns the messages that a text holds as JSON, as in a CSV. None: it is another text, such as another list."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = parse(text)
+    except (ValueError, RecursionError):
+        return None
+    is_message = [isinstance(one, dict) and one.get("role") in ROLES and bool(one.keys() & HOLDS) for one in found]
+    return found if found and all(is_message) else None
+
+
 def refuse_images(row: Mapping[str, Any]) -> None:
     """Raises ``UnusableRow`` if a column of images or sounds holds something."""
     for key in row:
@@ -182,6 +225,17 @@ def is_filled(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(is_filled, value.values()))
     return any(map(is_filled, value)) if isinstance(value, list) else bool(value) and not is_unusable(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """What lists and objects hold, at any depth."""
+    parts = value.values() if isinstance(value, dict) else value
+    return [leaf for part in parts for leaf in leaves(part)] if isinstance(value, dict | list) else [value]
+
+
+def words(value: Any) -> str:
+    """A value as text, with one space between words."""
+    return " ".join(str(value).split())
 
 
 def shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.chat.continuation import spoken
-from pipelinerl.domains.columns import ANSWERS, answer_of, found_column, question_of
+from pipelinerl.domains.columns import ANSWERS, answer_of, checked_columns, found_column, question_of
 from pipelinerl.domains.datasets import Problem, rows_of
 from pipelinerl.domains.judge_client import all_of, judge_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, is_unusable, load_usable
@@ -44,7 +44,7 @@ def load_problems(
         judges: names of the judges of these problems. None: all of the configuration.
         max_left_out: largest share of a data set's rows that may lack a question. They are left out.
     """
-    given = columns or {}
+    given = checked_columns(columns, ("task", "answer"))
 
     def read(row: dict[str, Any], _: int) -> Problem:
         found = found_column(row, given.get("answer"), ANSWERS)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipelinerl.config.origin import data_file
-from pipelinerl.domains.columns import ROLES, refuse_images
+from pipelinerl.domains.columns import ROLES, messages_of_text, refuse_images
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import RowReport, UnusableRow, is_unusable, usable_problems
 
@@ -37,8 +37,6 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-HOLDS = {"content", "tool_calls", "function_call"}
-"""Keys of which a message has one at least."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an answer's thoughts. Templates read one of them."""
 
@@ -184,14 +182,9 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 
 def _said(value: Any, role: str) -> list[Any]:
     """The messages of a column that holds a text or messages. A text that looks like another list stays a text."""
-    messages = _decoded(value) if isinstance(value, str) else value
-    if isinstance(value, str) and not (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(one, dict) and one.get("role") in ROLES and one.keys() & HOLDS for one in messages)
-    ):
-        return [{"role": role, "content": value}]
-    return messages if isinstance(messages, list) else [messages]
+    if isinstance(value, str):
+        return messages_of_text(value) or [{"role": role, "content": value}]
+    return value if isinstance(value, list) else [value]
 
 
 def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from pipelinerl.domains.coding.published import usable_tests
 from pipelinerl.domains.columns import QUESTIONS as USUAL_QUESTIONS
-from pipelinerl.domains.columns import found_column, inside, question_of
+from pipelinerl.domains.columns import checked_columns, found_column, inside, question_of
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
+from pipelinerl.errors import DomainError
 
 INTELLECT = "PrimeIntellect/INTELLECT-3-RL:code@train"
 NAMED: dict[str, tuple[str, str | None]] = {
@@ -18,8 +19,8 @@ NAMED: dict[str, tuple[str, str | None]] = {
     "intellect3_lcbv5": (INTELLECT, "lcbv5"),
 }
 """Name → (data set, the `source` in its column `info` that counts)."""
-QUESTIONS = (*USUAL_QUESTIONS, "question_content", "text")
-"""Usual columns of the task. The last two are LiveCodeBench's and MBPP's."""
+QUESTIONS = (*USUAL_QUESTIONS, "question_content", "text", "description")
+"""Usual columns of the task. The last three are LiveCodeBench's, MBPP's and CodeContests'."""
 
 
 def load_problems(
@@ -40,14 +41,17 @@ def load_problems(
         streaming: read Hugging Face data sets as a stream.
         max_left_out: largest share of a data set's rows that may be left out because they cannot be judged.
     Raises:
-        DomainError: a column does not exist, or too many rows cannot be judged.
+        DomainError: ``columns`` has another field, ``max_tests`` is less than 1, or too many rows cannot be judged.
     """
+    columns = checked_columns(columns, ("task", "tests"))
+    if max_tests is not None and max_tests < 1:
+        raise DomainError(f"`dataset_loader_params.max_tests` is {max_tests}: it must be at least 1, or null for all")
     problems: list[dict[str, Any]] = []
     for name in dataset_names:
         problems += load_usable(
             name,
             named_rows(name, streaming),
-            partial(problem_of, dataset=name, columns=columns or {}, max_tests=max_tests),
+            partial(problem_of, dataset=name, columns=columns, max_tests=max_tests),
             max_rows=max_problems,
             max_left_out=max_left_out,
         )

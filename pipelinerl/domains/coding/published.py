@@ -9,15 +9,18 @@ from typing import Any
 
 from pipelinerl.domains.coding import assertions
 from pipelinerl.domains.coding.judge import TestSuite, as_text
-from pipelinerl.domains.columns import found_column, inside, shown
+from pipelinerl.domains.columns import found_column, inside, refuse_surrogates, shown
 from pipelinerl.domains.json_text import dump, parse
 from pipelinerl.domains.rows import UnusableRow, is_unusable
 from pipelinerl.errors import DomainError
 
 USUAL = ("tests", "input_output", "test_cases", "reward_model.ground_truth", "info", "test_list", "test")
 """Usual columns of the tests."""
-LIVE_CODE = ("public_test_cases", "private_test_cases")
-"""LiveCodeBench's columns, which count together."""
+PARTS = (
+    "public_test_cases", "private_test_cases",  # LiveCodeBench
+    "public_tests", "private_tests", "generated_tests",  # CodeContests
+)  # fmt: skip
+"""Columns that count together."""
 MAX_BYTES = 1 << 30
 """Of a row's compressed tests."""
 DEFINITION = re.compile(r"^[ \t]*def[ \t]+(\w+)", re.MULTILINE)
@@ -31,7 +34,7 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
 
     Args:
         row: column → value.
-        name: the column of the tests. None: those of `LIVE_CODE`, or the first of `USUAL` that has a value.
+        name: the column of the tests. None: those of `PARTS`, or the first of `USUAL` that has a value.
         max_tests: no more than this. None: all.
     Raises:
         UnusableRow: there are none, or they cannot be run.
@@ -40,6 +43,9 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
         tests = form_of(value_of(row, name), row)
         TestSuite.from_problem(tests)
         tests = first_tests(as_texts(tests), max_tests)
+        refuse_surrogates(
+            name or "tests", *(text for part in tests.values() if isinstance(part, list) for text in part)
+        )
         if "inputs" in tests and tests.get("fn_name"):
             for test in TestSuite.from_problem(tests).tests:
                 parse(test.stdin)
@@ -52,9 +58,9 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
 
 def value_of(row: Row, name: str | None) -> Any:
     """Returns what the columns of the tests hold."""
-    live = [decoded(row[column]) for column in LIVE_CODE if not is_unusable(row.get(column))]
-    if live and not name:
-        return [case for cases in live for case in cases]
+    parts = [cases_of(decoded(row[column])) for column in PARTS if not is_unusable(row.get(column))]
+    if parts and not name:
+        return [case for cases in parts for case in cases]
     for column in (name,) if name else USUAL:
         found = found_column(row, column, ())
         if found and not is_unusable(found[1]):
@@ -68,7 +74,7 @@ def form_of(value: Any, row: Row) -> Tests:
     Raises:
         DomainError: they have another form.
     """
-    value = decoded(value)
+    value = cases_of(decoded(value))
     if isinstance(value, dict) and "tests" in value:
         return form_of(value["tests"], row)
     if not value or (isinstance(value, dict) and not value.get("inputs", True)):
@@ -84,6 +90,14 @@ def form_of(value: Any, row: Row) -> Tests:
     if isinstance(parts, list) and all(isinstance(part, dict) and {"input", "output"} <= part.keys() for part in parts):
         return of_cases(parts, row)
     raise DomainError(f"tests of no known form: {shown(value)}")
+
+
+def cases_of(value: Any) -> Any:
+    """Returns CodeContests' ``{"input": […], "output": […]}`` as a list of cases, and anything else as it is."""
+    if isinstance(value, dict) and isinstance(value.get("input"), list) and isinstance(value.get("output"), list):
+        pairs = zip(value["input"], value["output"], strict=True)
+        return [{"input": given, "output": expected} for given, expected in pairs]
+    return value
 
 
 def of_cases(cases: list[Row], row: Row) -> Tests:

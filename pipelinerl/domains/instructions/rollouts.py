@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.columns import column, question_of, shown
+from pipelinerl.domains.columns import checked_columns, column, question_of, shown
 from pipelinerl.domains.datasets import Problem, generate_problems
 from pipelinerl.domains.instructions.judge import CHECKS, judge
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow
@@ -74,6 +74,7 @@ def load_problems(
         seed: of ``train``. ``test`` is the same for every seed.
         max_left_out: largest share of the rows read that may lack a question or its constraints. They are left out.
     """
+    columns = checked_columns(columns, ("task", "constraints"))
 
     def draw(rng: Random, held_out: bool) -> Problem:
         constraints = draw_constraints(rng, max_constraints)
@@ -87,7 +88,7 @@ def load_problems(
         num_train_problems=num_train_problems,
         num_test_problems=num_test_problems,
         seed=seed,
-        read=lambda row, _: read_problem(row, columns or {}),
+        read=lambda row, _: read_problem(row, columns),
         max_left_out=max_left_out,
     )
 

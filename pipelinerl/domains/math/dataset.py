@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipelinerl.domains.columns import answer_of, is_filled, question_of
+from pipelinerl.domains.columns import answer_of, checked_columns, is_filled, question_of
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.math.reference import final_answer, judged_reference
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
@@ -159,8 +159,9 @@ def load_problems(
             can read.
     """
     problems = []
+    columns = checked_columns(columns, ("task", "answer"))
     for name in dataset_names:
-        read = partial(judged_problem, columns=columns or {}, dataset=name)
+        read = partial(judged_problem, columns=columns, dataset=name)
         rows = named_rows(name, streaming)
         problems += load_usable(name, rows, read, max_rows=max_problems, max_left_out=max_left_out)
     return problems

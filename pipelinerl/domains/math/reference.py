@@ -25,6 +25,8 @@ PLACEHOLDERS = re.compile(
 )
 """What published sets write where there is no answer: NuminaMath's `proof` and `notfound`, what programs print for a
 missing value, and what people write. `undefined`, `does not exist`, `no solution` and `infinity` are answers."""
+OTHER_NOTATION = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?([/.-])\d\d?\1\d{4}|0[xob][0-9a-f]+", re.IGNORECASE)
+"""A date, which mathematics would subtract or divide, or a number of programs, which it would multiply with x."""
 MAX_WORDS = 6
 """No answer of the published sets in `tests/unit/domains/math_answers` has more than four."""
 SENTENCE = re.compile(
@@ -83,6 +85,8 @@ def judged_reference(answer: str) -> str:
         raise UnusableRow("the answer is longer than the judge reads", shown)
     if NUMBER.fullmatch(text):
         return text
+    if OTHER_NOTATION.fullmatch(text):
+        raise UnusableRow("the answer is a date, or a number as programs write it", shown)
     if PROGRAM.search(text):
         raise UnusableRow("the answer is a program", shown)
     if "\\begin" not in text:

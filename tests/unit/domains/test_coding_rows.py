@@ -216,3 +216,21 @@ def test_more_rows_left_out_than_allowed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DomainError, match=says("1 of 2", "no tests", "row 1", "dataset_loader_params.max_left_out")):
         load(tmp_path, *rows)
     assert len(load(tmp_path, *rows, max_left_out=0.5)) == 1
+
+
+def test_tests_of_codecontests_count_together(tmp_path: Path) -> None:
+    row = {"description": "Double.", "language": None, "public_tests": {"input": ["1"], "output": ["2"]}}
+    row |= {
+        "private_tests": {"input": [], "output": []},
+        "generated_tests": {"input": ["2", "3"], "output": ["4", "6"]},
+    }
+    (problem,) = load(tmp_path, row)
+    assert problem["task"] == "Double."
+    assert problem["tests"] == {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "6"]}
+    with pytest.raises(DomainError, match="the tests cannot be used"):
+        load(tmp_path, row | {"private_tests": {"input": ["1"], "output": []}})
+
+
+def test_tests_with_half_a_character_which_no_message_can_hold_are_left_out(tmp_path: Path) -> None:
+    with pytest.raises(DomainError, match=r"a text with half a character \(row 0: column `tests` holds"):
+        load(tmp_path, '{"question": "q", "tests": {"inputs": ["\\ud800"], "outputs": ["2"]}}')

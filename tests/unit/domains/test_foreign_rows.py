@@ -152,3 +152,53 @@ def test_question_of_a_row_with_an_image_is_refused(column: str, value: Any, is_
 
 def test_html_in_a_question_is_no_image() -> None:
     assert question_of({"prompt": "What does <img src=x> do?"}, None) == "What does <img src=x> do?"
+
+
+def test_messages_in_a_text_column_are_messages_and_another_list_stays_text() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, user("a")]
+    assert question_of({"prompt": json.dumps(messages)}, None) == messages
+    for text in ('[{"role": "admin", "content": "a"}]', '[{"role": "user"}]', "[1, 2]", "[x", "[]"):
+        assert question_of({"prompt": text}, None) == text
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"choices": ["0", "4"]}, {"options": {"text": ["3", "5"], "label": ["A", "B"]}}, {"options": "A) 3 B) 5"}],
+)
+def test_question_whose_choices_stand_in_another_column_is_left_out(choices: dict[str, Any]) -> None:
+    with pytest.raises(UnusableRow, match=r"the question lacks its choices: column `(choices|options)` is"):
+        question_of({"question": "Which is even?", **choices}, None)
+
+
+def test_question_with_its_choices_is_kept() -> None:
+    text = "Which is even?\nA. three\n\nB. number  4"
+    assert (
+        question_of({"question": text, "choices": {"text": ["three", "number 4"], "label": ["A", "B"]}}, None) == text
+    )
+    assert question_of({"question": "x", "choices": [], "options": None}, None) == "x"
+
+
+@pytest.mark.parametrize(
+    ("load", "params", "message"),
+    [
+        (
+            load_problems,
+            {"columns": {"tsk": "question"}},
+            r"columns\.tsk` is no field of this domain: \['task', 'answer'\]",
+        ),
+        (
+            load_coding,
+            {"columns": {"answer": "a"}},
+            r"columns\.answer` is no field of this domain: \['task', 'tests'\]",
+        ),
+        (load_problems, {"columns": {"task": 5}}, "it must be an object, field: column"),
+        (load_problems, {"columns": ["task"]}, "it must be an object, field: column"),
+        (load_problems, {"max_problems": -1}, "max_problems` is -1: it must be at least 1"),
+        (load_coding, {"max_tests": 0}, "max_tests` is 0: it must be at least 1"),
+    ],
+)
+def test_parameter_without_effect_is_refused(tmp_path: Path, load: Any, params: dict[str, Any], message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "6 x 7?", "answer": "42", "tests": {"inputs": ["1"], "outputs": ["2"]}}\n')
+    with pytest.raises(DomainError, match=message):
+        load([str(path)], **params)
