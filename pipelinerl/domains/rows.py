@@ -129,10 +129,12 @@ def load_usable(
         max_rows: as in `usable_problems`.
         max_left_out: largest share of rows that may be left out, from 0 to 1.
     Raises:
-        DomainError: no row, or more rows than allowed, were left out, or ``max_rows`` is less than 1.
+        DomainError: no row, or more rows than allowed, were left out, or a limit is out of its range.
     """
     if max_rows is not None and max_rows < 1:
         raise DomainError(f"`dataset_loader_params.max_problems` is {max_rows}: it must be at least 1, or null for all")
+    if not 0 <= max_left_out <= 1:
+        raise DomainError(f"`dataset_loader_params.max_left_out` is {max_left_out}: it must be a share from 0 to 1")
     report = RowReport(dataset=dataset)
     problems = list(usable_problems(rows, read, report, max_rows))
     for line in report.lines():

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.answer_tag import last_answer
+from pipelinerl.domains.columns import checked_columns
 from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
@@ -68,6 +69,8 @@ def load_problems(
     if max_number < 2 or num_terms < 1:
         raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")
 
+    named = checked_columns(columns, ("task", "answer"))
+
     def draw(rng: Random, held_out: bool) -> Problem:
         while is_held_out(expression := draw_expression(rng, num_terms, max_number)) != held_out:
             pass
@@ -80,7 +83,7 @@ def load_problems(
         num_train_problems=num_train_problems,
         num_test_problems=num_test_problems,
         seed=seed,
-        read=lambda row, index: read_problem(row, columns or {}) | {"id": index},
+        read=lambda row, index: read_problem(row, named) | {"id": index},
         max_left_out=max_left_out,
     )
 

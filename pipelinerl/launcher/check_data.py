@@ -90,6 +90,11 @@ def check(name: str, dataset: str, load: Callable[[], int]) -> Checked:
 def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], int]]]:
     """The data sets to check: name of the domain, name of the data set, and what reads it."""
     if args.config_name:
+        if args.column or args.max_left_out is not None:
+            raise DomainError(
+                "--column and --max-left-out have no effect with --config-name: write its keys, as "
+                "+dataset_loader_params.columns.task=prompt"
+            )
         _, config = composed(args.config_name, args.data, args.config_dir)
         for domain in () if config.stage == SFT else domains_of(config):
             for name in dict.fromkeys((*domain.section.train_dataset_names, *domain.section.test_dataset_names)):
@@ -97,6 +102,8 @@ def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], int
         for name in config.sft.datasets:
             yield SFT, name, partial(num_conversations, name, config.sft.max_left_out)
         return
+    if args.domain == SFT and args.column:
+        raise DomainError("--column has no effect with --as sft: rename the columns (docs/guides/sft.md)")
     params: dict[str, Any] = {"columns": dict(args.column)} if args.column else {}
     params |= {} if args.max_left_out is None else {"max_left_out": args.max_left_out}
     section = DomainSection(
@@ -153,11 +160,17 @@ def parser() -> argparse.ArgumentParser:
         help=f"{', '.join(SHIPPED)}, {SFT}, or a loader's dotted name",
     )
     found.add_argument("--column", action="append", type=pair, metavar="FIELD=COLUMN", help="as in `columns`")
-    found.add_argument("--max-left-out", type=float, metavar="SHARE", help="of the rows, from 0 to 1")
+    found.add_argument("--max-left-out", type=share, metavar="SHARE", help="of the rows, from 0 to 1")
     found.add_argument("--config-name", metavar="NAME", help="check the data sets of this experiment")
     found.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own configurations")
     found.add_argument("--json", action="store_true", help="print JSON")
     return found
+
+
+def share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1")
+    return value
 
 
 def pair(text: str) -> tuple[str, str]:

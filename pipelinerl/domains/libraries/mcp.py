@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
+from pipelinerl.domains.columns import checked_columns
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.libraries import address_of, library, served
 from pipelinerl.domains.math.dataset import problem_of
@@ -76,10 +77,11 @@ def load_problems(
             default the message holds ``<answer>…</answer>``.
         max_left_out: largest share of a data set's rows that may lack a question or an answer. They are left out.
     """
+    named = checked_columns(columns, ("task", "answer"))
     rules = {"servers": list(servers), "max_turns": max_turns, "timeout_s": timeout_s, "judge": judge}
 
     def read(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return problem_of(row, columns or {}) | {"id": index} | rules
+        return problem_of(row, named) | {"id": index} | rules
 
     return [
         {"dataset": name} | problem

@@ -18,6 +18,7 @@ from pipelinerl.domains.columns import answer_of, question_of
 from pipelinerl.domains.math import load_problems
 from pipelinerl.domains.rows import UnusableRow
 from pipelinerl.domains.single_turn import conversation
+from pipelinerl.domains.tool_use import load_problems as load_tools
 from pipelinerl.errors import DomainError
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guides/your-data.md").read_text()
@@ -194,6 +195,8 @@ def test_question_with_its_choices_is_kept() -> None:
         (load_problems, {"columns": {"task": 5}}, "it must be an object, field: column"),
         (load_problems, {"columns": ["task"]}, "it must be an object, field: column"),
         (load_problems, {"max_problems": -1}, "max_problems` is -1: it must be at least 1"),
+        (load_problems, {"max_left_out": float("nan")}, "max_left_out` is nan: it must be a share from 0 to 1"),
+        (load_tools, {"columns": {"tsk": "question"}}, r"columns\.tsk` is no field"),
         (load_coding, {"max_tests": 0}, "max_tests` is 0: it must be at least 1"),
     ],
 )

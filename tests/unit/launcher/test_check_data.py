@@ -71,7 +71,15 @@ def test_data_sets_of_an_experiment_are_checked(capsys: pytest.CaptureFixture[st
     assert "largest: test: 512 problems" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "said"), [([], "name a data set"), (["--config-name=nothing"], "nothing")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a data set"),
+        (["--config-name=nothing"], "nothing"),
+        (["--config-name=math", "--column=task=q"], "no effect with --config-name"),
+        (["--as=sft", "good.jsonl", "--column=task=q"], "no effect with --as sft"),
+    ],
+)
 def test_call_without_data_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[Any]) -> None:
     assert main(arguments) == EXIT_REFUSED
     assert said in capsys.readouterr().err
