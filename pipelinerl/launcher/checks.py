@@ -2,9 +2,10 @@
 
 Checks of the plan need only the configuration. Checks of this machine (devices, model, domain, disk, redis-server) say
 nothing about another machine. A dry run for devices that this machine lacks therefore turns their refusals into
-warnings.
+warnings, but for those of a data set or template that is here and wrong.
 """
 
+import glob
 import os
 import resource
 import shutil
@@ -16,11 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from pipelinerl.chat.families import check_family
 from pipelinerl.config import paths, rules
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
+from pipelinerl.config.origin import data_file
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
 from pipelinerl.config.variables import with_values
@@ -102,10 +106,29 @@ def run_checks(
         try:
             warnings += machine_check(start)
         except PipelineRLError as error:
-            if not forgiving:
+            if not forgiving or is_of_a_file_here(str(error), start.config):
                 raise
             warnings.append(f"on this machine: {error}")
     return warnings
+
+
+def is_of_a_file_here(refusal: str, config: Config) -> bool:
+    """Whether a refusal is about a data set or chat template of this machine, and not about one that is elsewhere.
+
+    That of a loader names all data sets, and behind `raised` the one that it is about, if it knows.
+    """
+    from pipelinerl.domains.contract import domains_of
+
+    names = [*config.sft.datasets, *config.sft.test_datasets]
+    for domain in domains_of(config):
+        names += [*domain.section.train_dataset_names, *domain.section.test_dataset_names]
+    paths = {name: local[0] if (local := data_file(name)) else "" for name in names}
+    paths |= {name: name for name in (config.llm.chat_template, config.test_llm.chat_template) if name is not None}
+    found = {name: [path for path in (path, *glob.glob(path)) if os.path.exists(path)] for name, path in paths.items()}
+    about = refusal.rpartition(" raised ")[2]
+    return any(file in refusal for files in found.values() for file in files) and not any(
+        repr(name) in about for name, files in found.items() if not files
+    )
 
 
 def variables(start: Start) -> list[str]:
@@ -385,6 +408,24 @@ def renderer(start: Start) -> list[str]:
     return []
 
 
+def templates(start: Start) -> list[str]:
+    """Refuse a chat template that is no Jinja, or no file. One that looks like no path may be the tokenizer's."""
+    for name, section in (("llm", start.config.llm), ("test_llm", start.config.test_llm)):
+        chosen = section.chat_template
+        if chosen is None or not (os.path.exists(chosen) or "/" in chosen or Path(chosen).suffix):
+            continue
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            _compile_jinja_template(Path(chosen).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"`{name}.chat_template` is {chosen!r}: {said}; give the path of a Jinja template in UTF-8"
+            ) from error
+    return []
+
+
 def objective(start: Start) -> list[str]:
     preflight.check_objective(start.config, start.container)
     return []
@@ -433,6 +474,7 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     libraries,
     model,
     renderer,
+    templates,
     objective,
     proxies,
     conversations,

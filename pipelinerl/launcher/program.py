@@ -387,9 +387,9 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
         say("")
         say(f"# {job.name} on {job.hostname}")
         say(printable(command_of(job, plan.world, path, os.environ)))
+    say("dry run: nothing was started or written")
     for warning in (*warnings, *([must_be_given(missing)] if missing else [])):
         say(f"warning: {warning}")
-    say("dry run: nothing was started or written")
     return EXIT_DONE
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.launcher import checks, vllm_options
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
@@ -40,6 +40,64 @@ def test_memory_plan_that_fits_passes_and_unknown_sizes_too(monkeypatch: pytest.
 
 def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
     assert checks.memory in checks.OF_THIS_MACHINE
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder for files, on a machine where only the checks of files are made."""
+    monkeypatch.setattr(checks, "OF_THIS_MACHINE", (checks.templates, checks.conversations))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "text"),
+    [
+        ("sft.datasets", "rows.jsonl", '{"question": "x"}\n'),
+        ("sft.datasets", "rows.jsonl", "{no JSON\n"),
+        ("sft.datasets", "rows.csv", "question\nx\n"),
+        ("llm.chat_template", "chat.jinja", "{% for m in messages %}"),
+        ("llm.chat_template", "chat.jinja", "{{ messages }"),
+    ],
+)
+def test_dry_run_for_another_machine_refuses_a_file_that_is_wrong_and_forgives_one_that_is_missing(
+    key: str, name: str, text: str, machine: Path
+) -> None:
+    file = machine / name
+    planned = start("stage=sft", f"{key}={[str(file)] if key == 'sft.datasets' else file}")
+    assert planned.elsewhere, "there are no 8 GPUs here"
+    (warning,) = [one for one in checks.run_checks(planned, only_shown=True) if "on this machine" in one]
+    assert str(file) in warning
+    with pytest.raises(PipelineRLError, match=name):
+        checks.run_checks(planned)
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(PipelineRLError, match=name):
+        checks.run_checks(planned, only_shown=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        ("KeyError: 'answer'", True),
+        ("DomainError: dataset 'HERE': 1 of 1 rows cannot be used", True),
+        ("DomainError: dataset '/data/missing.jsonl': no such file or folder", False),
+        ("ConnectionError: 'some/set' cannot be reached", False),
+    ],
+)
+def test_loaders_refusal_is_forgiven_where_it_is_about_another_data_set(
+    error: str, refused: bool, tmp_path: Path
+) -> None:
+    here = tmp_path / "rows.jsonl"
+    here.touch()
+    names = [str(here), "/data/missing.jsonl", "some/set"]
+    config = start(f"train_dataset_names={names}", "test_dataset_names=[]").config
+    said = f"`dataset_loader` is a.b: loading {names} raised {error.replace('HERE', str(here))}"
+    assert checks.is_of_a_file_here(said, config) is refused
+
+
+def test_template_without_a_path_may_be_the_tokenizers(machine: Path) -> None:
+    assert checks.templates(start("llm.chat_template=tool_use")) == []
+    (machine / "chat.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}", encoding="utf-8")
+    assert checks.templates(start(f"llm.chat_template={machine / 'chat.jinja'}")) == []
 
 
 @pytest.mark.parametrize(
