@@ -20,7 +20,7 @@ ANSWERS = ("answer", "solution", "completion", "reward_model.ground_truth")
 IMAGES = re.compile(r"(?:decoded_)?(?:image|video|audio)s?(?:_\d+|_(?:url|path)s?)?", re.IGNORECASE)
 """Usual columns of images and sounds. Text-only domains leave rows out in which one of them holds something."""
 IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
-"""A picture's place in a text, as LLaVA and verl mark it, or Markdown."""
+"""The mark of an image in a text: that of LLaVA and verl, or Markdown's."""
 IMAGE_PART = re.compile("image|video|audio")
 """Types of the parts of a message that are not text."""
 HAS_IMAGES = "it has images, videos or sounds, and only text is sent"
@@ -53,8 +53,8 @@ def checked_columns(columns: Mapping[str, str] | None, fields: Sequence[str]) ->
     return dict(named)
 
 
-def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: str) -> Any:
-    """Returns a row's value of one field.
+def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: str) -> tuple[str, Any]:
+    """Returns the column of one field, and what the row holds there.
 
     Args:
         row: column → value.
@@ -66,7 +66,7 @@ def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: st
     """
     found = found_column(row, name, usual)
     if found is not None:
-        return found[1]
+        return found
     wanted = repr(name) if name else f"any of {list(usual)}"
     raise UnusableRow(
         f"no column for `{what}`",
@@ -101,15 +101,19 @@ def inside(value: Any, dotted: str) -> Any:
     return value
 
 
-def question_of(row: dict[str, Any], name: str | None) -> str | Messages:
+def question_of(row: dict[str, Any], name: str | None, usual: Sequence[str] = QUESTIONS) -> str | Messages:
     """Returns a row's question: a text, or the messages up to the policy's turn.
 
+    Args:
+        row: column → value.
+        name: the column that the configuration names. None: the first of ``usual`` that exists.
+        usual: common names of the column.
     Raises:
-        UnusableRow: there is no such column, it holds neither a text nor messages, or the question has images.
+        UnusableRow: there is no such column, it holds neither a text nor messages, or the question has images or lacks
+            its choices.
     """
     refuse_images(row)
-    value = column(row, name, QUESTIONS, "task")
-    key = (found_column(row, name, QUESTIONS) or ("",))[0]
+    key, value = column(row, name, usual, "task")
     if is_unusable(value) or value == []:
         raise UnusableRow("the question is missing", f"column `{key}` is {shown(value)}")
     if isinstance(value, str):
@@ -142,7 +146,7 @@ def answer_of(row: dict[str, Any], name: str | None) -> str:
     if found is None and not name:
         found = found_column(row, None, ("messages", "prompt"))
         found = found if found is not None and isinstance(found[1], list) else None
-    key, value = found or (name or "", column(row, name, ANSWERS, "answer"))
+    key, value = found or column(row, name, ANSWERS, "answer")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         last = messages_in(value, key)[-1]
         if last["role"] != "assistant":

@@ -1,7 +1,7 @@
 """Which rows of a data set become problems. A row that cannot be judged is left out, counted, and named once.
 
 A loader reads each row with a function that raises `UnusableRow`. A column that the whole data set lacks leaves out all
-of them, and the error names it. Everything else that goes wrong is a `DomainError` and ends the loading.
+rows, and the error names it. Everything else that goes wrong is a `DomainError` and ends the loading.
 """
 
 import logging
@@ -23,7 +23,7 @@ Problem = TypeVar("Problem")
 MAX_LEFT_OUT = 0.1
 """Default of `dataset_loader_params.max_left_out`: above a tenth the columns are probably not what the user thinks."""
 MAX_USELESS = 1000
-"""A data set whose first rows, as many as this, all cannot be used is read no further."""
+"""Reading stops after this many rows if none of them can be used."""
 
 
 class UnusableRow(DomainError):

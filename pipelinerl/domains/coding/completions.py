@@ -14,7 +14,7 @@ STATEMENT = re.compile(
     r"|\b(?:print|input)[ \t]*+\(",
     re.MULTILINE,
 )
-"""What a program has and a sample of its output has not."""
+"""A line of a program that a sample of its output does not have."""
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 PREPARATION = "import sys as _sys; getattr(_sys, 'set_int_max_str_digits', int)(0); _sys.setrecursionlimit(50_000)"
 STANDARD_MODULES = (
@@ -31,7 +31,7 @@ def extract_code(completion: str) -> str | None:
     """
     code, other, opening = None, None, None
     for fence in FENCE.finditer(completion):
-        if opening is None or (fence[3] and not opening[3]):  # none that names a language closes another
+        if opening is None or (fence[3] and not opening[3]):  # a fence that names a language opens a block
             opening = fence
             continue
         if not fence[2].startswith(opening[2]):
@@ -68,12 +68,12 @@ def prepared(code: str, *, before: str = "", after: str = "", names_in: str = ""
 
 
 def standard_imports(code: str) -> list[str]:
-    """Returns imports of the standard names that the code uses and does not bind. None if it is not Python."""
+    """Returns imports of the standard names that the code uses and does not bind. An empty list if it is not Python."""
     return [standard_names()[name] for name in sorted(unbound_names(code) & standard_names().keys())]
 
 
 def unbound_names(code: str) -> set[str]:
-    """Returns the global names that the code uses and does not bind. None if it is not Python."""
+    """Returns the global names that the code uses and does not bind. An empty set if it is not Python."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tables = [symtable.symtable(code, "solution", "exec")]

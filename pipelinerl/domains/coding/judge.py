@@ -101,7 +101,7 @@ class TestSuite:
         return cls(tests=tuple(Test(stdin=i, expected=o) for i, o in calls), function=function)
 
     def program(self, code: str, marker: str) -> str:
-        """Returns what runs in the sandbox. Each answer but a text stands behind ``marker``."""
+        """Returns the program that runs in the sandbox. It writes ``marker`` before the values of calls."""
         if self.function is None:
             return prepared(code)
         if self.setup is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipelinerl.domains.coding.published import usable_tests
 from pipelinerl.domains.columns import QUESTIONS as USUAL_QUESTIONS
-from pipelinerl.domains.columns import checked_columns, found_column, inside, question_of
+from pipelinerl.domains.columns import checked_columns, inside, question_of
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
 from pipelinerl.errors import DomainError
@@ -74,8 +74,7 @@ def problem_of(
     Raises:
         UnusableRow: the row has no task, or no tests that can be run.
     """
-    found = found_column(row, columns.get("task"), QUESTIONS)
-    task = question_of(row, found[0] if found else columns.get("task"))
+    task = question_of(row, columns.get("task"), QUESTIONS)
     tests = usable_tests(row, columns.get("tests"), max_tests)
     if isinstance(task, str):
         task += interface(tests, row.get("starter_code"))

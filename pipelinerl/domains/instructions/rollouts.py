@@ -95,7 +95,7 @@ def load_problems(
 
 def read_problem(row: dict[str, Any], columns: dict[str, str]) -> Problem:
     task = question_of(row, columns.get("task"))
-    constraints = column(row, columns.get("constraints"), ("constraints",), "constraints")
+    _, constraints = column(row, columns.get("constraints"), ("constraints",), "constraints")
     if isinstance(constraints, str):
         with contextlib.suppress(ValueError):
             constraints = json.loads(constraints)

@@ -1,4 +1,4 @@
-r"""Which text is a reference answer of mathematics. What the judge would never accept an answer against is none.
+r"""Which text is a reference answer of mathematics. A text that no answer could match is none.
 
 ``final_answer`` finds the answer in a worked solution. ``judged_reference`` refuses what is no value: a proof, prose, a
 program, or what the judge's grammar does not cover.
@@ -45,7 +45,7 @@ def final_answer(answer: str) -> str:
     A solution ends in ``#### 42`` or holds ``\boxed{42}``, perhaps more than once. A thought before it does not count.
 
     Raises:
-        UnusableRow: it has boxes that differ, of which nobody knows which is the answer, or one that is empty or cut.
+        UnusableRow: its boxes differ, so that the answer is not known, or one is empty or not closed.
     """
     said = spoken(answer)
     match = GSM8K_ANSWER.search(said)
