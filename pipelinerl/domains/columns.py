@@ -159,11 +159,11 @@ def answer_of(row: dict[str, Any], name: str | None) -> str:
     if is_unusable(value) or value == []:
         raise UnusableRow("the answer is missing", f"column `{key}` is {shown(value)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or value in INFINITE:
-        raise UnusableRow(
-            "the answer is neither a text nor a number",
-            f"column `{key}` is {shown(value)}: set dataset_loader_params.columns.answer, as in `{key}.value` for a "
-            f"key of an object or `{key}.0` for the first of a list",
-        )
+        fix = "write it as a text, as the question asks for it"
+        if isinstance(value, dict | list):
+            place = f"`{key}.value` for a key of an object or `{key}.0` for the first of a list"
+            fix = f"set dataset_loader_params.columns.answer, as in {place}"
+        raise UnusableRow("the answer is neither a text nor a number", f"column `{key}` is {shown(value)}: {fix}")
     refuse_surrogates(key, str(value))
     return str(value)
 

@@ -205,3 +205,12 @@ def test_parameter_without_effect_is_refused(tmp_path: Path, load: Any, params: 
     path.write_text('{"question": "6 x 7?", "answer": "42", "tests": {"inputs": ["1"], "outputs": ["2"]}}\n')
     with pytest.raises(DomainError, match=message):
         load([str(path)], **params)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fix"),
+    [(["42"], "`answer.0` for the first of a list"), ({"value": 42}, "`answer.value`"), (True, "write it as a text")],
+)
+def test_answer_of_another_kind_is_left_out_with_what_helps(answer: Any, fix: str) -> None:
+    with pytest.raises(UnusableRow, match=re.escape(fix)):
+        answer_of({"answer": answer}, None)
