@@ -7,6 +7,7 @@ not written stays, because it may hold credentials and models. Only its caches a
 import contextlib
 import os
 import pwd
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ def writable_folders(env: Mapping[str, str]) -> dict[str, str]:
         "hub": env.get(HUB) or f"{cache}/huggingface",
     }
     usual = {variable: env.get(variable) or default.format(**places) for variable, default, _ in CACHES}
+    usual = {variable: re.sub("^~(?=/|$)", lambda _: home, path) for variable, path in usual.items()}
     kept = {variable for variable, _, below in CACHES if can_write(Path(usual[variable], below))}
     if can_read(usual[HUB]):
         kept.add(HUB)

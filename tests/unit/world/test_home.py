@@ -34,6 +34,17 @@ def test_only_unwritable_caches_move_and_downloaded_models_stay(
     assert found["VLLM_CACHE_ROOT"] == f"{home}/.cache/vllm"
 
 
+def test_folder_given_with_a_tilde_is_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir("/proc")  # where nobody can make a folder `~`
+    home = tmp_path / "home"
+    home.mkdir()
+    found = writable_folders({"HOME": str(home), "USER": "me", "HF_HOME": "~/models", "TORCH_HOME": "/dev/null/x"})
+    assert found["HF_HOME"] == f"{home}/models"
+    assert found["HF_DATASETS_CACHE"] == f"{home}/models/datasets"
+    assert found["TORCH_HOME"] == f"{tmp_path}/pipelinerl-{os.getuid()}/TORCH_HOME"
+
+
 @pytest.mark.parametrize("home", ["/", "/nonexistent/home", ""])
 def test_folder_that_is_no_home_is_replaced(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
