@@ -18,13 +18,13 @@ SECTIONS = re.compile(
 )
 """Mappings whose values may be references. None is a reference itself: `dataset_loader_params: {env: maze}`."""
 SECRETS = (
-    *("authorization", "apikey", "password", "secret", "secretkey", "accesskey"),
+    *("authorization", "apikey", "password", "passwd", "passphrase", "secret", "secretkey", "accesskey", "privatekey"),
     *("accesstoken", "apitoken", "authtoken", "bearertoken", "hftoken"),
 )
 """Ends of names, in small letters without `-` and `_`, whose values are secrets anywhere."""
 SERVER_SECRETS = (*SECRETS, "token", "cookie")
 """The same in headers, variables and arguments of servers. Elsewhere `eos_token` and the like are no secrets."""
-OPTION = re.compile(r"(-*)([\w-]+)(?:\s*[:=]\s*(\S))?")
+OPTION = re.compile(r"(-*)([\w-]+)(?:\s*[:=]\s*(\S.*))?", re.DOTALL)
 """`--api-key`, `--api-key=…`, `Authorization: …`."""
 LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 PARAMETER = re.compile(r"[?&]([\w-]+)=[^&\s]")
@@ -162,16 +162,18 @@ def _secret_options(items: Sequence[Any]) -> Iterator[int]:
     """Places of secrets in a list such as `[--header, "Authorization: …", --api-key, …]`."""
     for place, item in enumerate(items):
         option = OPTION.match(item) if isinstance(item, str) else None
+        if option and option[1] and option[3] and not _names_secret(_word(option[2]), True):
+            option = OPTION.match(option[3])  # `--header=Authorization: …`
         if option is None or not _names_secret(_word(option[2]), True):
             continue
-        if option[3] not in (None, "$"):  # `Authorization:$AUTH` is filled in by the program
+        if option[3] and not option[3].startswith("$"):  # `Authorization:$AUTH` is filled in by the program
             yield place
         elif option[3] is None and option[1] and place + 1 < len(items) and not is_reference(items[place + 1]):
             yield place + 1
 
 
 def _names_secret(word: str, of_server: bool) -> bool:
-    return word.endswith(SERVER_SECRETS if of_server else SECRETS)
+    return word.endswith(SERVER_SECRETS if of_server else SECRETS) or word.removesuffix("s").endswith(SECRETS)
 
 
 def _word(name: str) -> str:

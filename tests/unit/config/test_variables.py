@@ -32,6 +32,10 @@ def server(**keys: Any) -> dict[str, Any]:
         (server(env={"OPENAI_API_KEY": TOKEN}), "docs.env.OPENAI_API_KEY"),
         (server(args=["mcp-remote", "--header", f"Authorization: Bearer {TOKEN}"]), "docs.args.2"),
         (server(args=["serve", "--api-key", TOKEN]), "docs.args.2"),
+        (server(args=[f"--header=Authorization: Bearer {TOKEN}"]), "docs.args.0"),
+        (server(args=["run", f"--env=GITHUB_TOKEN={TOKEN}"]), "docs.args.1"),
+        (server(env={"DB_PASSWD": TOKEN}), "docs.env.DB_PASSWD"),
+        ({"dataset_loader_params": {"api_keys": [TOKEN]}}, "dataset_loader_params.api_keys.0"),
         (server(args=[f"--api_key={TOKEN}"]), "docs.args.0"),
         (server(url=f"https://host/mcp?a=1&api_key={TOKEN}"), "docs.url"),
         (server(url=f"https://me:{TOKEN}@host/mcp"), "docs.url"),
@@ -62,6 +66,7 @@ def test_literal_secret_is_refused_by_its_name_and_not_shown(container: dict[str
     [
         server(headers={"Authorization": {"env": "DOCS_AUTH"}}, env={"API_TOKEN": {"env": "T"}}, args=[{"env": "T"}]),
         server(args=["--header", "Authorization:$AUTH", "auth", "token", "get", "--api-key-file", "key.txt"]),
+        server(args=["--env=GITHUB_TOKEN", "--header=Authorization:$AUTH", "--max-tokens=12"]),
         server(args=["--api-key", {"env": "T"}], url="https://host/mcp?page=2", headers={"Accept": "text/html"}),
         {"dataset_loader_params": {"api_key": None, "password": "", "api_key_env": "MY_KEY", "use_password": True}},
         {"dataset_loader_params": {"eos_token": "</s>", "max_token": 5, "token": "x", "cost_per_token": 0.1}},
