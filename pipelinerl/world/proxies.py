@@ -51,7 +51,7 @@ def open_session(**options: Any) -> "aiohttp.ClientSession":
     bypass(os.environ)
     found = getproxies()
     for scheme in {"http", "https"} - found.keys():  # aiohttp does not read `ALL_PROXY`
-        if found.get("all", "").startswith("http://"):
+        if carries_http(found.get("all", "")):
             os.environ[f"{scheme}_proxy"] = found["all"]
     return aiohttp.ClientSession(trust_env=bool({"http", "https", "all"} & found.keys()), **options)
 
@@ -65,9 +65,18 @@ def check_proxy(key: str, url: str) -> None:
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
     variable = scheme if scheme in getproxies() else "all"
     proxy = getproxies().get(variable, "")
-    if proxy and not proxy.startswith("http://") and not proxy_bypass(host):
+    if proxy and not carries_http(proxy) and not proxy_bypass(host):
         raise ConfigError(
-            f"`{key}` is {url!r}, and {variable.upper()}_PROXY names a proxy that does not begin with http://: "
+            f"`{key}` is {url!r}, and {variable.upper()}_PROXY names a proxy that is not http:// with a host and port: "
             f"these requests cannot go through SOCKS or TLS; name another in {scheme.upper()}_PROXY, or add {host} to "
             "NO_PROXY"
         )
+
+
+def carries_http(proxy: str) -> bool:
+    """Whether aiohttp can use this proxy: `http://HOST:PORT`, with or without a name and a password."""
+    try:
+        parts = urlsplit(proxy.strip())
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -57,7 +57,7 @@ async def test_servers_of_the_run_are_asked_without_the_proxy(reached: list[str]
         probe.close()
         config = parse(compose("base", [*required, f"debug.existing_llms=[{server.url}]"]))
         (warning,) = await asyncio.to_thread(check_existing, config)
-        assert "status 404 at /v1/models" in warning  # nor this one
+        assert "status 404 at /v1/models" in warning, "the fake answered, and has no such route"
         pool = ServerPool(lambda: [job], secret="s", checker=None, changed=lambda: None)
         await pool.follow()
         (client,) = pool
@@ -99,6 +99,7 @@ async def test_session_looks_for_no_proxy_where_there_is_none(monkeypatch: pytes
         ("https_proxy", "socks5h://10.0.0.1:1080", "https://judge.example/v1"),
         ("HTTP_PROXY", "https://10.0.0.1:3128", "http://judge.example/v1"),
         ("HTTP_PROXY", "proxy.corp:3128", "http://judge.example/v1"),
+        ("HTTPS_PROXY", "http://10.0.0.1:port", "https://judge.example/v1"),
         ("ALL_PROXY", "socks5://10.0.0.1:1080", "https://judge.example/v1"),
     ],
 )
