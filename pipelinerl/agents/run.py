@@ -150,7 +150,7 @@ async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]
         out, err, *_ = await asyncio.gather(
             read_end(process.stdout, command[0]),
             read_end(process.stderr, command[0]),
-            write_all(process.stdin, stdin.encode()),
+            write_all(process.stdin, stdin.encode(errors="replace")),
             process.wait(),
         )
     finally:

@@ -2,10 +2,11 @@
 
     python -I -S keeper.py PATIENCE_S PARENT COMMAND…
 
-Whatever the command starts stays below this process: orphans become its children (`PR_SET_CHILD_SUBREAPER`), in every
-session and with every environment. All of them end when the command has ended, and when PARENT, the process that
-started this one, has ended. SIGTERM, SIGINT and SIGHUP are passed on to the command, and what is left is killed
-`PATIENCE_S` later. The exit status is the command's. If this process is killed, so is the command.
+The command leads a process group of its own: signals to that do not reach this process. Whatever it starts stays
+below this process: orphans become its children (`PR_SET_CHILD_SUBREAPER`), in every session and with every environment.
+All of them end when the command has ended, and when PARENT, the process that started this one, has ended. SIGTERM,
+SIGINT and SIGHUP are passed on to the command, and what is left is killed `PATIENCE_S` later. The exit status is the
+command's. If this process is killed, so is the command.
 """
 
 import contextlib
@@ -101,6 +102,7 @@ def start(command: list[str], keeper: int, mask: set[int | signal.Signals]) -> N
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.setpgid(0, 0)
         if os.getppid() == keeper:
             os.execvp(command[0], command)
     except OSError as error:

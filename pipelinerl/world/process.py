@@ -64,7 +64,7 @@ def kept(command: Sequence[str], patience_s: float) -> list[str]:
     They end when the command ends, and when this process or the thread that starts it does.
 
     Args:
-        command: what to run. It has the keeper's process group, standard streams and environment.
+        command: what to run. It has the keeper's session, standard streams and environment.
         patience_s: seconds from SIGTERM to SIGKILL.
     """
     return [sys.executable, "-I", "-S", keeper.__file__, str(patience_s), str(os.getpid()), *command]

@@ -113,7 +113,8 @@ async def test_server_that_ignores_its_end_is_gone_with_its_daemon(end: str, dae
             await asyncio.sleep(0 if end == "in order" else 600)
 
     using = asyncio.create_task(use())
-    await asyncio.wait({using, asyncio.create_task(used.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    is_used = asyncio.create_task(used.wait())
+    await asyncio.wait({using, is_used}, return_when=asyncio.FIRST_COMPLETED)
     assert used.is_set(), using.exception()
     assert is_alive(daemon)
     if end == "cancelled":
@@ -152,6 +153,15 @@ async def test_output_beyond_the_limit_keeps_its_end_and_blocks_nobody(
 )
 def test_kept_command_ends_as_it_would_alone(line: str, code: int) -> None:
     assert subprocess.run(kept(["sh", "-c", line], 0), stderr=subprocess.DEVNULL, check=False).returncode == code
+
+
+async def test_program_that_signals_its_own_group_ends_by_itself() -> None:
+    program = "import os, signal; signal.signal(15, signal.SIG_IGN); os.killpg(os.getpid(), 15); os.kill(0, 15)"
+    assert await run_program([sys.executable, "-c", program], "", SHELL_ENV) == (0, b"", b"")
+
+
+async def test_half_characters_of_a_task_do_not_stop_its_program() -> None:
+    assert await run_program(["cat"], "a\ud800b", SHELL_ENV) == (0, b"a?b", b"")
 
 
 def test_missing_program_is_named() -> None:
