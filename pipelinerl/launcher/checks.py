@@ -5,7 +5,6 @@ nothing about another machine. A dry run for devices that this machine lacks the
 warnings, but for those of a data set or template that is here and wrong.
 """
 
-import glob
 import os
 import resource
 import shutil
@@ -24,6 +23,7 @@ from pipelinerl.config import paths, rules
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
+from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
@@ -124,7 +124,10 @@ def is_of_a_file_here(refusal: str, config: Config) -> bool:
         names += [*domain.section.train_dataset_names, *domain.section.test_dataset_names]
     paths = {name: local[0] if (local := data_file(name)) else "" for name in names}
     paths |= {name: name for name in (config.llm.chat_template, config.test_llm.chat_template) if name is not None}
-    found = {name: [path for path in (path, *glob.glob(path)) if os.path.exists(path)] for name, path in paths.items()}
+    found = {
+        name: [path for path in (path, *(matching(path) if path else ())) if os.path.exists(path)]
+        for name, path in paths.items()
+    }
     about = refusal.rpartition(" raised ")[2]
     return any(file in refusal for files in found.values() for file in files) and not any(
         repr(name) in about for name, files in found.items() if not files
@@ -132,8 +135,12 @@ def is_of_a_file_here(refusal: str, config: Config) -> bool:
 
 
 def variables(start: Start) -> list[str]:
-    """Refuse a reference to a variable that this launcher's environment does not have."""
-    with_values(start.container, os.environ)
+    """Refuse a reference to a variable that this launcher's environment does not have, or has with a wrong value."""
+    filled = with_values(start.container, os.environ)
+    try:
+        checked_variables(filled["vllm_config"]["env"])
+    except ConfigError as error:
+        raise ConfigError(f"`vllm_config.env`: {error}") from error
     return []
 
 

@@ -282,3 +282,9 @@ def test_missing_variable_of_a_reference_is_refused_before_the_start(monkeypatch
         checks.variables(one)
     monkeypatch.setenv("MY_KEY", "here")
     assert checks.variables(one) == []
+
+
+def test_reference_to_a_value_of_another_type_is_refused_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_THREADS", "many")
+    with pytest.raises(ConfigError, match=says("`vllm_config.env`", "OMP_NUM_THREADS='many'", "whole number")):
+        checks.variables(start("+vllm_config.env.OMP_NUM_THREADS={env: MY_THREADS}"))
