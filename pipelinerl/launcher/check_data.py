@@ -26,6 +26,7 @@ from pipelinerl.domains.rows import RowReport, collected_reports
 from pipelinerl.errors import EXIT_REFUSED, DomainError, PipelineRLError
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import composed
+from pipelinerl.observability.logging import show_prints
 from pipelinerl.preprocess import conversation_rows
 from pipelinerl.preprocess.conversation_rows import load_conversations
 
@@ -181,6 +182,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    show_prints()  # those of loaders, too
     for module in (rows, conversation_rows):
         logging.getLogger(module.__name__).setLevel(logging.ERROR)  # what they log is printed
     sys.exit(main())

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.domains.contract import Domain, cfg_of_domains, domains_of
-from pipelinerl.errors import EXIT_REFUSED, PipelineRLError, visible
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser, natural
 from pipelinerl.launcher.command_line import composed, quoted
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
+from pipelinerl.observability.logging import redacted, shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,13 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with verifier(config) as jobs:
             examined = [examine_domain(domain, {**container, "jobs": jobs}, args) for domain in domains_of(config)]
     except PipelineRLError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     for name, seen, findings in examined:
-        print(visible("\n".join(lines_of(name, seen, findings))))
+        print(shown("\n".join(lines_of(name, seen, findings))))
     code = play_with_model(args) if args.with_model else 0
     if args.json:
-        args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n", encoding="utf-8")
+        text = redacted(json.dumps([as_json(*one) for one in examined], indent=1))
+        args.json.write_text(text + "\n", encoding="utf-8")
     return code or int(any(findings for _, _, findings in examined))
 
 

@@ -200,3 +200,13 @@ def test_an_answer_is_a_value_that_differs_and_a_hidden_one_stands_in_no_prompt(
 @pytest.mark.parametrize(("rollout_s", "problems_played"), [(0.001, 24), (0.1, 13), (3.0, 8)])
 def test_a_slow_domain_plays_fewer_problems(rollout_s: float, problems_played: int) -> None:
     assert affordable(24, rollout_s, 40.0) == problems_played
+
+
+def test_secret_in_what_a_domain_raises_is_not_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    assert main(["--config-name=quickstart", "dataset_loader=no.such.hf_0123456789"]) == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert "no.such.***" in said
+    assert "hf_0123456789" not in said
