@@ -45,7 +45,7 @@ from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
-from pipelinerl.world.disk import existing_part
+from pipelinerl.world.disk import existing_part, matching
 from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 from pipelinerl.world.proxies import check_proxy
