@@ -27,16 +27,18 @@ def steps_of(config: Config, overrides: Sequence[str]) -> int:
     given = next((one for one in overrides if re.match(r"\+*finetune\.max_train_steps=", one)), None)
     if given is not None:
         raise ConfigError(f"`sft.epochs` is {epochs:g} but {given!r} is given: remove one, or set sft.epochs=null")
-    rows = sum(report.kept for report in read_reports(tuple(config.sft.datasets), config.sft.max_left_out))
+    rows = sum(read_report(name, config.sft.max_left_out).kept for name in config.sft.datasets)
     return math.ceil(rows * epochs / config.batch_size)
 
 
 def check_conversations(config: Config) -> list[str]:
     """Refuse data sets that cannot be read. Returns what of them is left out."""
     names = (*config.sft.datasets, *config.sft.test_datasets)
-    return [note for report in read_reports(names, config.sft.max_left_out) for note in report.notes()]
+    return [note for name in names for note in read_report(name, config.sft.max_left_out).notes()]
 
 
 @functools.cache
-def read_reports(names: tuple[str, ...], max_left_out: float) -> tuple[DatasetReport, ...]:
-    return tuple(load_conversations(names, max_left_out)[1])
+def read_report(name: str, max_left_out: float) -> DatasetReport:
+    """Read one data set, once for its epochs and its check."""
+    _, (report,) = load_conversations([name], max_left_out)
+    return report

@@ -128,7 +128,7 @@ async def right_answers(
         return await asyncio.wait_for(rollout(cfg, scripted_llm(cfg, reply), problem, session), ROLLOUT_TIMEOUT_S)
 
     spaced = [problems[index * len(problems) // len(ANSWERS)] for index in range(len(ANSWERS))]
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
+    async with open_session(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
         return await try_references(play, spaced)
 
 

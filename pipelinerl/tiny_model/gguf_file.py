@@ -40,8 +40,6 @@ def convert_gguf(file: str | Path, folder: str | Path, dtype: str = "bfloat16", 
         raise ConfigError("GGUF files need the package gguf: pip install 'gguf>=0.17'")
     try:
         create(target, lambda scratch: _write(source, scratch, dtype))
-    except ConfigError:
-        raise
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error}") from error
     return target
