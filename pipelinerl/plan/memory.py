@@ -97,8 +97,7 @@ def memory_plan(
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
-            served = shape if kind == "actor_llm" else _largest_side_model(cfg, shape)
-            plan = server_plan(cfg, served, kind, servers[0].num_ranks, len(servers), gpu_bytes)
+            plan = server_plan(cfg, _served_shape(cfg, shape, kind), kind, servers[0].num_ranks, len(servers), gpu_bytes)
             if kind == "actor_llm":
                 on_node = max(
                     sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
@@ -113,8 +112,10 @@ def memory_plan(
     return tuple(plans)
 
 
-def _largest_side_model(cfg: Config, policy: ModelShape) -> ModelShape:
-    """Of the reference, the teachers and the judges. One whose shape is not known counts as the policy's."""
+def _served_shape(cfg: Config, policy: ModelShape, kind: str) -> ModelShape:
+    """The largest model in servers of this kind. A reference, teacher or judge of unknown shape counts as the policy."""
+    if kind == "actor_llm":
+        return policy
     shapes = [find_model_shape(served_path(cfg, model)) or policy for model in side_models(cfg)]
     return max(shapes, key=lambda shape: shape.parameters, default=policy)
 
@@ -232,9 +233,9 @@ def _smaller_trainer(cfg: Config, shape: ModelShape, ranks: int) -> list[tuple[s
 
 
 def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
-    now = world.get(kind)[0].num_ranks
+    now, served = world.get(kind)[0].num_ranks, _served_shape(cfg, shape, kind)
     for ranks in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > now):
-        if sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks)) <= gpu_bytes * utilization(cfg):
+        if sum(item.num_bytes for item in server_items(cfg, served, kind, ranks)) <= gpu_bytes * utilization(cfg):
             return f"it fits with vllm_config.vllm_kwargs.tensor-parallel-size={ranks}"
     return "no number of GPUs makes it fit: raise gpu-memory-utilization or take a smaller model"
 

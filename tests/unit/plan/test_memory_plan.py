@@ -469,6 +469,17 @@ def test_what_would_fit_for_a_server_is_its_number_of_gpus():
     assert what_would_fit(cfg, world, shape, 2 * GIB, "actor_llm").startswith("no number of GPUs")
 
 
+def test_what_would_fit_for_a_teacher_is_sized_by_the_teacher():
+    teacher = ("teachers=[{model_path: Qwen/Qwen2.5-32B}]", "world.preprocessor_fraction=4")
+    cfg = make_config("model_path=Qwen/Qwen2.5-0.5B", *teacher)
+    world, policy = map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"]
+    # 61 GiB of weights, about 1 GiB of activations and 2 GiB: half of the weights fit in 36 GiB, a quarter in 21.6 GiB
+    plan = next(plan for plan in memory_plan(cfg, world, policy, 40 * GIB) if plan.kind == "preprocessor_llm")
+    assert not plan.fits
+    assert what_would_fit(cfg, world, policy, 40 * GIB, "preprocessor_llm").endswith("tensor-parallel-size=2")
+    assert what_would_fit(cfg, world, policy, 24 * GIB, "preprocessor_llm").endswith("tensor-parallel-size=4")
+
+
 def test_shared_gpu_leaves_the_trainer_what_the_server_does_not_take():
     cfg = make_config("world.share_devices=true", "vllm_config.vllm_kwargs.gpu-memory-utilization=0.4")
     plans = memory_plan(cfg, map_world(cfg, one_node(1), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"], 80 * GIB)
