@@ -4,7 +4,7 @@
 
 *Chain* is the project's sender. *Star* is the same sender whose servers all pull from the trainer. Receivers are
 processes without a model. For the times every process's uplink is limited by a token bucket to a rate at which the CPU
-is no bottleneck. The prediction is `pipelinerl.plan.update_time`; its latency per hop comes from the first two rows.
+is no bottleneck. The prediction is that of docs/algorithms.md §11; its latency per hop comes from the first two rows.
 *Stripes* are several trainer ranks that each send a share over an uplink of their own, to servers with as many links.
 """
 
@@ -15,6 +15,7 @@ import platform
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,6 @@ from unittest import mock
 import torch
 
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
-from pipelinerl.plan.update_time import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish import delivery
@@ -92,6 +92,35 @@ def bytes_row(count: int, num_bytes: int) -> dict[str, Any]:
         "unlimited_s": chain["seconds"],
         "star_unlimited_s": beside["seconds"],
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """Network speed for an update."""
+
+    bytes_per_s: float
+    """Of one link of a trainer rank or a server."""
+    hop_s: float
+    """Delay between a worker's last received byte of a bucket and its first sent byte of that bucket."""
+    links_per_server: int = 1
+    """Network cards that the workers of a server share."""
+
+
+def chain_s(num_bytes: float, servers: int, wire: LinkSpeed, *, bucket: float, stripes: int = 1) -> float:
+    """Returns the seconds until the last of ``servers`` has all bytes of one update (docs/algorithms.md §11).
+
+    Args:
+        bucket: bytes that a server collects before it forwards them.
+        stripes: trainer ranks that each send a share over their own link.
+    """
+    rate = wire.bytes_per_s * min(stripes, wire.links_per_server if servers > 1 else stripes)
+    hop_s = bucket / wire.bytes_per_s + wire.hop_s
+    return num_bytes / rate + (servers - 1) * hop_s
+
+
+def star_s(num_bytes: float, servers: int, wire: LinkSpeed) -> float:
+    """Returns the seconds of an update if the trainer sends all bytes to every server itself."""
+    return servers * num_bytes / wire.bytes_per_s
 
 
 def time_row(count: int, num_bytes: int, rate: float, *, with_star: bool) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import numpy as np
 from rich.console import Console
 
 from pipelinerl.config.load import load_run
-from pipelinerl.plan.compare import read_files_of
+from pipelinerl.errors import ConfigError
 from pipelinerl.records import EvaluationDone
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION
-from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 
 EXPONENTS = np.geomspace(0.1, 10.0, 41)
 GRID = 21
@@ -157,7 +157,9 @@ def _crossing(profile: _Profile, inside: float, outside: float, limit: float) ->
 
 def run_evaluations(run_dir: Path) -> list[tuple[float, float]]:
     """(optimizer steps, success) of every evaluation in the run's topic `evaluation`."""
-    read_files_of(load_run(run_dir))
+    if load_run(run_dir).streams.backend != "files":
+        raise ConfigError("streams.backend is redis: its topics are gone with the run, only the metrics remain")
+    set_streams_backend("files")
     with open_reader(SingleStreamSpec(run_dir, EVALUATION), EvaluationMessage, name=None) as reader:
         done = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
     return sorted({message.version: message.success for message in done if message.success is not None}.items())

@@ -44,7 +44,7 @@ import msgspec
 
 from benchmarks import schedules_runs as runs
 from benchmarks import schedules_task as task
-from pipelinerl.plan.rates import measured_rates
+from pipelinerl.plan.speed import measured_rates
 from pipelinerl.plan.throughput import PipelinePlan, Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job, WorldMap
 

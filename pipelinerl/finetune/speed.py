@@ -6,10 +6,7 @@ import torch
 
 from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 from pipelinerl.plan.model_shape import shape_from_config
-from pipelinerl.plan.rates import GPUS
-
-FLOPS_PER_PARAMETER = 6
-"""2 of the forward pass and 4 of the backward pass. Attention and recomputed activations do not count."""
+from pipelinerl.plan.speed import GPUS, TRAINED_FLOPS
 
 
 def speed_metrics(
@@ -43,4 +40,4 @@ def mfu(config: dict[str, Any], tokens_per_s: float, peak: float) -> float | Non
         peak: operations per second of the device.
     """
     shape = shape_from_config(config)
-    return None if shape is None else FLOPS_PER_PARAMETER * shape.active_parameters * tokens_per_s / peak
+    return None if shape is None else TRAINED_FLOPS * shape.active_parameters * tokens_per_s / peak

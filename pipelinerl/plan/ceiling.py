@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
-from rich.table import Table
 
 from pipelinerl.config.sections import Config
 
@@ -22,7 +21,7 @@ LOAD = 0.7
 """Share of a core that a process may use. Beyond it queues grow."""
 STREAM_BYTES = 8 + 16
 """Bytes per token in a group and in a micro-batch."""
-WORLDS = (8, 64, 512, 1000)
+LARGE_WORLD = 1000
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,26 +85,26 @@ def shortages(wanted: Needs, cfg: Config) -> list[str]:
     return found
 
 
-def worlds_table(rate_per_device: float, mean_length: float, prompt_length: float) -> Table:
-    """Return a table of the needs of worlds of several sizes. A replica is an actor and a preprocessor.
+def lines(cfg: Config, tokens_per_s: float, devices: int, mean_length: float, prompt_length: float) -> list[str]:
+    """Describe what this many devices ask of the CPUs, and `LARGE_WORLD` devices at the same speed.
 
     Args:
-        rate_per_device: trained completion tokens per second and device.
+        tokens_per_s: trained completion tokens per second of all devices.
         mean_length: mean tokens of a completion.
         prompt_length: tokens of a prompt.
     """
-    table = Table(title="Beside the devices", title_justify="left")
-    for column in ("devices", "rollouts/s", "workers", "replicas", "verifiers", "API cores", "stream MB/s"):
-        table.add_column(column, justify="right")
-    for devices in WORLDS:
-        need = needs(devices * rate_per_device, mean_length, prompt_length)
-        table.add_row(
-            str(devices),
-            f"{need.rollouts_per_s:,.1f}",
-            str(need.workers),
-            str(need.replicas),
-            str(need.verifier_processes),
-            str(need.api_cores),
-            f"{need.stream_mb_per_s:,.1f}",
-        )
-    return table
+    here = needs(tokens_per_s, mean_length, prompt_length)
+    large = needs(tokens_per_s / devices * LARGE_WORLD, mean_length, prompt_length)
+    return [
+        f"Beside {devices} device(s): {_described(here)}.",
+        f"Beside {LARGE_WORLD:,} devices: {_described(large)}.",
+        *(f"warning: {line}" for line in shortages(here, cfg)),
+    ]
+
+
+def _described(need: Needs) -> str:
+    return (
+        f"{need.rollouts_per_s:,.1f} rollouts/s need {need.workers} rollout worker(s), {need.replicas} actor(s) and "
+        f"preprocessor(s), {need.verifier_processes} verifier process(es), {need.api_cores} core(s) for the servers' "
+        f"APIs and {need.stream_mb_per_s:,.1f} MB/s of streams"
+    )

@@ -1,6 +1,5 @@
 """Completion lengths for the planner: the share of sequences that still decode at each decoding step."""
 
-from collections.abc import Iterable
 from functools import cached_property
 from math import erf, sqrt
 
@@ -58,11 +57,6 @@ class Lengths:
         edges = (np.log(np.arange(1, longest)) - mu) / sigma
         below = np.concatenate([[0.0], _normal_cdf(edges), [1.0]])
         return cls(np.diff(below))
-
-    @classmethod
-    def from_samples(cls, lengths: Iterable[int]) -> "Lengths":
-        """The empirical distribution of measured lengths."""
-        return cls(np.bincount(np.fromiter(lengths, dtype=np.int64))[1:].astype(np.float64))
 
     @cached_property
     def longest(self) -> int:

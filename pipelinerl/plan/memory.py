@@ -97,7 +97,8 @@ def memory_plan(
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
-            plan = server_plan(cfg, _served_shape(cfg, shape, kind), kind, servers[0].num_ranks, len(servers), gpu_bytes)
+            served = _served_shape(cfg, shape, kind)
+            plan = server_plan(cfg, served, kind, servers[0].num_ranks, len(servers), gpu_bytes)
             if kind == "actor_llm":
                 on_node = max(
                     sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
@@ -113,7 +114,7 @@ def memory_plan(
 
 
 def _served_shape(cfg: Config, policy: ModelShape, kind: str) -> ModelShape:
-    """The largest model in servers of this kind. A reference, teacher or judge of unknown shape counts as the policy."""
+    """The largest model in servers of this kind. A reference, teacher or judge of unknown shape counts as policy."""
     if kind == "actor_llm":
         return policy
     shapes = [find_model_shape(served_path(cfg, model)) or policy for model in side_models(cfg)]

@@ -1,34 +1,73 @@
-"""Predicted tokens/s and MFU of trainer and servers, for the dry run. Pure; nothing here was measured.
+"""Predicted tokens/s, MFU and pause of an update, for the dry run and the planner. Pure; nothing here was measured.
 
-A roofline over the data sheet of the GPU (`rates`). The trainer's operations are those of the parameters (forward,
-backward, and once more with gradient checkpointing) and of causal attention over whole micro-batches. Selective
-checkpointing counts like the other: it computes less again, but took as long on an H200, because of Python. MFU counts
-only 6 operations per active parameter and trained token, or 2 per decoded one (arXiv:2204.02311), so that recomputation
-and attention lower it. `pipelinerl gpu-check` compares the prediction with a card.
+A roofline over the data sheet of the GPU. The trainer's operations are those of the parameters (forward, backward, and
+once more with gradient checkpointing) and of causal attention over whole micro-batches. Selective checkpointing counts
+like the other: it computes less again, but took as long on an H200, because of Python. MFU counts only 6 operations per
+active parameter and trained token, or 2 per decoded one (arXiv:2204.02311), so that recomputation and attention lower
+it. `pipelinerl gpu-check` compares the prediction with a card.
 """
 
+from functools import partial
+
 import msgspec
+import numpy as np
 
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, most_rollouts, sends_adapter
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization, with_choices
 from pipelinerl.plan.model_shape import ModelShape
-from pipelinerl.plan.rates import GPUS, TRAIN_COMPUTE_EFFICIENCY, Gpu, decode_rate
-from pipelinerl.plan.update_time import SwapSpeed, pause_s
-from pipelinerl.weights.staging_memory import fits_on_device
+from pipelinerl.plan.throughput import Utilisation
+from pipelinerl.weights.staging_memory import COMMUNICATORS, fits_on_device
 from pipelinerl.world.map import WorldMap
 
-ASSUMED_GPU = "H100"
+DECODE_BANDWIDTH_EFFICIENCY = 0.6
+DECODE_COMPUTE_EFFICIENCY = 0.4
+TRAIN_COMPUTE_EFFICIENCY = 0.35
 TRAINED_FLOPS, DECODED_FLOPS = 6, 2
-"""Operations per parameter and token that count as useful."""
+"""Operations per parameter and token that count as useful: without attention and recomputed activations."""
 MEAN_SHARE = 0.3
-"""Mean length of a completion as a share of `max_tokens`, as `pipelinerl plan` assumes it."""
+"""Mean length of a completion as a share of `max_tokens`, where none is given."""
 PROMPT_TOKENS = 500
 COPY_SHARE = 0.39
-"""Speed of a copy within a GPU over its bandwidth: 1.3 of 3.35 TB/s on an H100, as in `update_time`."""
+"""Speed of a copy within a GPU over its bandwidth: 1.3 of 3.35 TB/s on an H100."""
 HOST_BYTES_PER_S = 50e9
 """From pinned host memory to a GPU, over PCIe 5."""
+COPY_S = 8e-6
+"""Host time of one copy, which the device does not wait for once it has others."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of a GPU's data sheet."""
+
+    flops: float
+    """Dense 16-bit operations per second."""
+    bandwidth: float
+    """Bytes per second."""
+    memory: float
+    """Bytes."""
+
+
+GPUS = {
+    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=80e9),
+    "L40S": Gpu(flops=362e12, bandwidth=0.86e12, memory=48e9),
+    "H100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
+    "H200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
+    "B200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=180e9),
+}
+ASSUMED_GPU = "H100"
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of one device that only decodes or only trains."""
+
+    decode: Utilisation
+    """tokens/s with h sequences at a time on the device."""
+    train: float
+    """tokens/s."""
+    max_concurrency: int
+    """Sequences per device that fit in memory, or the largest measured batch."""
+    source: str
 
 
 class RoleSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +87,86 @@ def gpu_named(name: str | None) -> tuple[str, Gpu]:
     return found, GPUS[found]
 
 
+def measured_rates(decode_points: dict[float, float], train: float) -> Rates:
+    """Interpolate measured rates linearly between the points and from the origin.
+
+    Args:
+        decode_points: tokens/s of decoding by sequences at a time, per device.
+        train: tokens/s of training, per device.
+
+    Raises:
+        ValueError: there is no point, or a value is not positive.
+    """
+    if not decode_points or min(decode_points) <= 0 or min(*decode_points.values(), train) <= 0:
+        raise ValueError(
+            "measured rates must be positive: give at least one sequences:tokens_per_second and a train rate"
+        )
+    heights = np.array([0.0, *sorted(decode_points)])
+    rates = np.array([0.0, *(decode_points[h] for h in sorted(decode_points))])
+
+    def decode(h: np.ndarray | float) -> np.ndarray:
+        return np.interp(h, heights, rates)
+
+    return Rates(decode=decode, train=train, max_concurrency=int(heights[-1]), source="measured")
+
+
+def assumed_rates(
+    cfg: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, *, prompt_tokens: float, ranks: int
+) -> Rates:
+    """Rates of the roofline.
+
+    Args:
+        lengths: of completions.
+        ranks: devices of a server.
+
+    Raises:
+        ValueError: a server cannot hold the weights and one sequence.
+    """
+    context = mean_context(lengths, prompt_tokens)
+    cache = kv_cache_bytes(cfg, shape, "actor_llm", ranks, int(gpu.memory))
+    most = int(cache / (shape.kv_bytes_per_token() * context))
+    if not most:
+        raise ValueError(
+            f"a server of {ranks} GPU(s) of {gpu.memory / 1e9:.0f} GB cannot hold "
+            f"{shape.parameters / 1e9:.1f}B parameters and one sequence: use more GPUs per server (--gpus-per-llm)"
+        )
+    longest = document_tokens(cfg, prompt_tokens + lengths.longest)
+    return Rates(
+        decode=partial(decode_rate, shape, gpu, context=context, ranks=ranks),
+        train=training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is not False),
+        max_concurrency=most,
+        source="assumed",
+    )
+
+
+def mean_context(lengths: Lengths, prompt_tokens: float) -> float:
+    """Mean tokens in the cache of a sequence that is decoding."""
+    return prompt_tokens + lengths.mean_square / (2 * lengths.mean)
+
+
+def document_tokens(cfg: Config, longest: float) -> int:
+    """Length for which attention is computed: the longest document, at most a micro-batch."""
+    return min(cfg.finetune.seq_length, int(longest))
+
+
+def decode_rate(
+    shape: ModelShape, gpu: Gpu, sequences: np.ndarray | float, *, context: float, ranks: int
+) -> np.ndarray:
+    """tokens/s of one device that decodes this number of sequences at a time.
+
+    A step reads the weights and every sequence's cache, and computes 2 FLOP per parameter and sequence.
+
+    Args:
+        context: mean tokens in a sequence's cache.
+        ranks: devices over which a server's weights are divided.
+    """
+    h = np.asarray(sequences, dtype=np.float64)
+    read_bytes = 2 * shape.parameters / ranks + h * shape.kv_bytes_per_token() * context
+    reading = read_bytes / (DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth)
+    computing = DECODED_FLOPS * shape.active_parameters * h / (DECODE_COMPUTE_EFFICIENCY * gpu.flops)
+    return h / np.maximum(reading, computing)
+
+
 def training_flops(shape: ModelShape, tokens: int, *, recomputed: bool) -> float:
     """Operations that the trainer executes per token of a document of ``tokens`` tokens.
 
@@ -59,13 +178,12 @@ def training_flops(shape: ModelShape, tokens: int, *, recomputed: bool) -> float
 
 
 def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: bool) -> float:
-    """tokens/s of one device with micro-batches of ``tokens`` tokens."""
+    """tokens/s of one device with documents of ``tokens`` tokens."""
     return TRAIN_COMPUTE_EFFICIENCY * gpu.flops / training_flops(shape, tokens, recomputed=recomputed)
 
 
 def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleSpeed:
-    """Documents are assumed as long as a prompt and a longest completion, at most a micro-batch."""
-    longest = min(cfg.finetune.seq_length, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
+    longest = document_tokens(cfg, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
     each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is not False)
     return RoleSpeed(
@@ -79,22 +197,39 @@ def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleS
     )
 
 
+def assumed_lengths(cfg: Config) -> Lengths:
+    """Lengths of completions where none are given."""
+    longest = int(cfg.llm.parameters["max_tokens"])
+    return Lengths.lognormal(MEAN_SHARE * longest, longest)
+
+
 def server_speed(cfg: Config, shape: ModelShape, gpu: Gpu, num_servers: int, gpu_bytes: int) -> RoleSpeed | None:
     """Decoding with as many sequences as the KV cache and `actor.llm_max_rollouts` allow. None: not one fits."""
-    ranks, longest = devices_per_server(cfg), int(cfg.llm.parameters["max_tokens"])
-    lengths = Lengths.lognormal(MEAN_SHARE * longest, longest)
-    context = PROMPT_TOKENS + lengths.mean_square / (2 * lengths.mean)
+    ranks, context = devices_per_server(cfg), mean_context(assumed_lengths(cfg), PROMPT_TOKENS)
     cache = ranks * kv_cache_bytes(cfg, shape, "actor_llm", ranks, gpu_bytes)
     sequences = min(int(cache / (shape.kv_bytes_per_token() * context)), most_rollouts(cfg))
     if not sequences:
         return None
-    each = float(decode_rate(shape, gpu, sequences / ranks, mean_context=context, devices_per_server=ranks))
+    each = float(decode_rate(shape, gpu, sequences / ranks, context=context, ranks=ranks))
     return RoleSpeed(
         kind="actor_llm",
         devices=ranks * num_servers,
         tokens_per_s=each * ranks * num_servers,
         mfu=DECODED_FLOPS * shape.active_parameters * each / gpu.flops,
         note=f"{sequences} sequences at a time per server, {context:.0f} tokens each on average",
+    )
+
+
+def predicted_speed(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> tuple[RoleSpeed, ...]:
+    """Speed of the trainer and of the policy's servers. Jobs that share a GPU have half of its time each."""
+    share, ranks = 0.5 if world.share_devices else 1.0, world.trainer_world_size
+    servers = world.get("actor_llm")
+    found = [trainer_speed(with_choices(cfg, shape, ranks, gpu_bytes), shape, gpu, ranks)]
+    if servers and (decoding := server_speed(cfg, shape, gpu, len(servers), gpu_bytes)) is not None:
+        found.append(decoding)
+    return tuple(
+        msgspec.structs.replace(speed, tokens_per_s=share * speed.tokens_per_s, mfu=share * speed.mfu)
+        for speed in found
     )
 
 
@@ -116,18 +251,20 @@ def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_
     """
     staged = staged_bytes(cfg, shape, ranks)
     is_near = cfg.world.share_devices or fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), "nccl")
-    rate = COPY_SHARE * gpu.bandwidth if is_near else HOST_BYTES_PER_S
-    return pause_s(staged, sent_tensors(cfg, shape), SwapSpeed(bytes_per_s=rate))
+    return pause_s(staged, sent_tensors(cfg, shape), COPY_SHARE * gpu.bandwidth if is_near else HOST_BYTES_PER_S)
 
 
-def predicted_speed(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> tuple[RoleSpeed, ...]:
-    """Of the trainer and of the policy's servers. Jobs that share a GPU have half of its time each."""
-    share, ranks = 0.5 if world.share_devices else 1.0, world.trainer_world_size
-    servers = world.get("actor_llm")
-    found = [trainer_speed(with_choices(cfg, shape, ranks, gpu_bytes), shape, gpu, ranks)]
-    if servers and (decoding := server_speed(cfg, shape, gpu, len(servers), gpu_bytes)) is not None:
-        found.append(decoding)
-    return tuple(
-        msgspec.structs.replace(speed, tokens_per_s=share * speed.tokens_per_s, mfu=share * speed.mfu)
-        for speed in found
-    )
+def pause_s(num_bytes: float, tensors: int, bytes_per_s: float) -> float:
+    """Seconds in which decoding stands still for the swap, after the step under way (docs/algorithms.md §11).
+
+    Args:
+        num_bytes: what one worker stages.
+        tensors: copies that it makes, about one for each tensor sent.
+        bytes_per_s: at which staged bytes are read and written where the model is.
+    """
+    return max(num_bytes / bytes_per_s, tensors * COPY_S)
+
+
+def communicators(servers: int) -> int:
+    """Most NCCL communicators of a worker: with the trainer's ranks, to a server, from a server."""
+    return COMMUNICATORS if servers > 1 else 1

@@ -16,11 +16,10 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.plan import ceiling
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.model_shape import find_model_shape
-from pipelinerl.plan.rates import GPUS, Rates, assumed_rates, measured_rates
+from pipelinerl.plan.speed import GPUS, MEAN_SHARE, PROMPT_TOKENS, Rates, assumed_rates, measured_rates
 from pipelinerl.plan.throughput import (
     PipelinePlan,
     Workload,
-    best_pipeline,
     conventional_rate,
     drop_shares,
     recommend,
@@ -28,7 +27,6 @@ from pipelinerl.plan.throughput import (
 )
 from pipelinerl.world.cluster import count_visible_gpus
 
-LAG_BOUNDS = (1, 2, 4, 8, 16, 32)
 NOT_NEEDED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
 
 
@@ -43,7 +41,7 @@ def add_arguments(split: argparse.ArgumentParser) -> None:
     split.add_argument("--batch-size", type=count, help="sequences per optimizer step")
     split.add_argument("--mean-length", type=positive, help="tokens per completion (default: 30%% of the longest)")
     split.add_argument("--max-length", type=count, help="longest completion")
-    split.add_argument("--prompt-length", type=positive, default=500.0, help="tokens per prompt (memory of the cache)")
+    split.add_argument("--prompt-length", type=positive, default=PROMPT_TOKENS, help="tokens per prompt")
     split.add_argument("--lengths", choices=("lognormal", "uniform", "constant"), default="lognormal")
     split.add_argument("--max-lag", type=int, help="bound on the lag in optimizer steps (default: max_lag_steps)")
     split.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="for assumed rates")
@@ -89,12 +87,9 @@ def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workloa
     conventional = conventional_rate(work, max(plan.largest_lag, 1))
     print_plan(console, work, rates, plan, conventional)
     dropped = print_drops(console, work, plan, cfg.attempts, bound if drops else None)
-    console.print(bounds_table(work))
+    for line in ceiling.lines(cfg, plan.rate, work.devices, work.lengths.mean, args.prompt_length):
+        console.print(line)
     wanted = ceiling.needs(plan.rate, work.lengths.mean, args.prompt_length)
-    console.print(ceiling.worlds_table(plan.rate / work.devices, work.lengths.mean, args.prompt_length))
-    short = ceiling.shortages(wanted, cfg)
-    for line in short:
-        console.print(f"warning: {line}")
     result = {
         "plan": msgspec.to_builtins(plan),
         "overrides": overrides(work, plan),
@@ -103,7 +98,7 @@ def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workloa
         "rates": rates.source,
         "dropped": dropped,
         "needs": msgspec.to_builtins(wanted),
-        "short": short,
+        "short": ceiling.shortages(wanted, cfg),
     }
     return work, plan, result
 
@@ -112,7 +107,7 @@ def workload(args: argparse.Namespace, cfg: Config) -> tuple[Workload, Rates]:
     """Return workload and rates from the command line, with the configuration's values as defaults."""
     devices = args.gpus or _configured_gpus(cfg)
     longest = args.max_length or int(cfg.llm.parameters["max_tokens"])
-    mean = args.mean_length or 0.3 * longest
+    mean = args.mean_length or MEAN_SHARE * longest
     lengths = {
         "lognormal": lambda: Lengths.lognormal(mean, longest),
         "uniform": lambda: Lengths.uniform(longest),
@@ -163,8 +158,7 @@ def choose_rates(args: argparse.Namespace, cfg: Config, lengths: Lengths, per_ll
             f"the config.json of {model!r} is not on this machine: give a local folder, or measured rates "
             "(--decode, --train)"
         )
-    context = args.prompt_length + lengths.mean_square / (2 * lengths.mean)
-    return assumed_rates(shape, GPUS[args.gpu], mean_context=context, devices_per_server=per_llm)
+    return assumed_rates(cfg, shape, GPUS[args.gpu], lengths, prompt_tokens=args.prompt_length, ranks=per_llm)
 
 
 def overrides(work: Workload, plan: PipelinePlan) -> list[str]:
@@ -227,34 +221,3 @@ def print_drops(
         )
     console.print(line)
     return result
-
-
-def bounds_table(work: Workload) -> Table:
-    """Return a table of the best plan for each of several bounds on the largest lag."""
-    table = Table(title="By bound on the largest lag", title_justify="left")
-    for column in (
-        "steps",
-        "generating",
-        "sequences each",
-        "tokens/s",
-        "mean lag",
-        "conventional tokens/s",
-        "speed-up",
-    ):
-        table.add_column(column, justify="right")
-    for bound in LAG_BOUNDS:
-        plan = best_pipeline(work, bound)
-        conventional = conventional_rate(work, bound)
-        row = (
-            ["–"] * 4
-            if plan is None
-            else [
-                str(plan.generating),
-                str(plan.concurrency),
-                f"{plan.rate:,.0f}",
-                f"{plan.mean_in_flight_lag:.1f}",
-            ]
-        )
-        gain = "–" if plan is None else f"{plan.rate / conventional:.2f}"
-        table.add_row(str(bound), *row, f"{conventional:,.0f}", gain)
-    return table

@@ -69,20 +69,6 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
         return bound is None or (self.mean_rollout_lag if in_the_mean else self.largest_lag) <= bound
 
 
-def saturating_utilisation(peak: float, scale: float) -> Utilisation:
-    """U(h) = peak · (1 − e^(−h/scale))."""
-
-    def utilisation(h: np.ndarray | float) -> np.ndarray:
-        return -peak * np.expm1(-np.asarray(h, dtype=np.float64) / scale)
-
-    return utilisation
-
-
-PAPER_UTILISATION = saturating_utilisation(1.8, 800.0)
-"""Fit for h ≤ 250 of arXiv 2509.19128 A.4."""
-PAPER_TRAIN_TIME = 4.92
-
-
 def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
     """Tokens per time of all N devices while a phase of B·G sequences is generated, including its tail.
 
@@ -158,15 +144,6 @@ def pipeline_plan(work: Workload, generating: int, concurrency: int) -> Pipeline
     )
 
 
-def best_pipeline(work: Workload, lag_bound: int | None = None) -> PipelinePlan | None:
-    """The fastest plan whose largest lag respects the bound, or None. Of equal plans the one with less in flight."""
-    return _fastest(_plans(work, lag_bound, in_the_mean=False))
-
-
-def _fastest(plans: list[PipelinePlan]) -> PipelinePlan | None:
-    return max(plans, key=lambda plan: (plan.rate, -plan.generating * plan.concurrency), default=None)
-
-
 def _plans(work: Workload, lag_bound: int | None, *, in_the_mean: bool) -> list[PipelinePlan]:
     every = (
         pipeline_plan(work, generating, concurrency)
@@ -187,12 +164,6 @@ def _concurrencies(work: Workload) -> Iterable[int]:
     return range(step, work.max_concurrency + 1, step)
 
 
-def speed_up(work: Workload, lag_bound: int) -> float | None:
-    """Rate of the pipeline over the conventional rate, where both respect the bound on the lag (G = the bound)."""
-    plan = best_pipeline(work, lag_bound)
-    return None if plan is None else plan.rate / conventional_rate(work, lag_bound)
-
-
 def recommend(
     work: Workload, lag_bound: int | None = None, tolerance: float = 0.02, *, in_the_mean: bool = False
 ) -> PipelinePlan | None:
@@ -201,10 +172,10 @@ def recommend(
     ``in_the_mean``: the bound is on the mean over sequences, which pacing enforces, and not on the longest one.
     """
     plans = _plans(work, lag_bound, in_the_mean=in_the_mean)
-    best = _fastest(plans)
-    if best is None:
+    if not plans:
         return None
-    near = [plan for plan in plans if plan.rate >= (1.0 - tolerance) * best.rate]
+    fastest = max(plan.rate for plan in plans)
+    near = [plan for plan in plans if plan.rate >= (1.0 - tolerance) * fastest]
     return min(near, key=lambda plan: (plan.generating * plan.concurrency, -plan.rate))
 
 

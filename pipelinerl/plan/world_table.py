@@ -1,6 +1,6 @@
 """Renders the world and its memory plan as tables. Presentation only."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -11,12 +11,20 @@ from pipelinerl.config.debug import started_kinds
 from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import sends_adapter
+from pipelinerl.plan import ceiling
 from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, sent_parameters, version_bytes
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
-from pipelinerl.plan.rates import Gpu
-from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_pause_s, predicted_speed
+from pipelinerl.plan.speed import (
+    PROMPT_TOKENS,
+    Gpu,
+    RoleSpeed,
+    assumed_lengths,
+    communicators,
+    gpu_named,
+    predicted_pause_s,
+    predicted_speed,
+)
 from pipelinerl.plan.training_memory import GIB
-from pipelinerl.plan.update_time import communicators
 from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
 from pipelinerl.world.map import Job, WorldMap
 
@@ -148,6 +156,15 @@ def communicators_line(world: WorldMap) -> str:
     return f"Weight updates go over nccl: at most {most} communicator(s) in a server's GPU and 1 in a trainer rank's."
 
 
+def host_lines(cfg: Config, world: WorldMap, speeds: Sequence[RoleSpeed]) -> list[str]:
+    """Describe what the devices ask of the CPUs where both sides work at the speed of the slower one."""
+    if {speed.kind for speed in speeds} != {"finetune", "actor_llm"}:
+        return []
+    devices = sum(node.devices for node in world.nodes) - world.idle_devices
+    slower = min(speed.tokens_per_s for speed in speeds)
+    return ceiling.lines(cfg, slower, devices, assumed_lengths(cfg).mean, PROMPT_TOKENS)
+
+
 def store_line(cfg: Config, shape: ModelShape | None) -> str:
     """Describe what `weights.backend=store` writes."""
     url = without_credentials(weight_store(cfg.weights.store, Path(cfg.output_dir)))
@@ -185,4 +202,5 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
         update_line(cfg, shape),
         pause_line(cfg, world, shape, gpu, gpu_bytes),
         communicators_line(world),
+        *host_lines(cfg, world, speeds),
     )

@@ -48,3 +48,17 @@ def test_shortages_name_the_key_and_what_to_set() -> None:
         rollouts_per_s=10, workers=1, replicas=1, verifier_processes=1, api_cores=1, stream_mb_per_s=1
     )
     assert ceiling.shortages(enough, cfg) == []
+
+
+def test_lines_are_those_of_the_devices_and_of_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 devices at 4,000 tokens/s are 4 rollouts/s of 1,000 tokens, 1,000 devices 500: one core and 1.43 by .7."""
+    row = {"worker": 2.0, "server": 1.0, "actor": 0.1, "preprocessor": 1.5, "check": 4.0}
+    monkeypatch.setattr(ceiling, "CPU_MS", {1000: row})
+    required = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+    here, large = ceiling.lines(parse(compose("base", required)), 4000, 8, 1000, 500)
+    assert here.startswith("Beside 8 device(s): 4.0 rollouts/s need 1 rollout worker(s), 1 actor(s)")
+    assert large.startswith("Beside 1,000 devices: 500.0 rollouts/s need 2 rollout worker(s), 2 actor(s)")
+    assert "3 verifier process(es), 1 core(s)" in large
+    few = parse(compose("base", [*required, "world.replicas=1"]))
+    [_, _, warning, *_] = ceiling.lines(few, 4000 * 125, 8, 1000, 500)
+    assert warning == "warning: world.replicas=1 is short for 500 rollouts/s: set world.replicas=2"

@@ -5,7 +5,6 @@ import pytest
 
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.throughput import (
-    PAPER_UTILISATION,
     QUEUED_STEPS,
     Workload,
     drop_shares,
@@ -15,7 +14,11 @@ from pipelinerl.plan.throughput import (
 )
 
 WORK = Workload(
-    devices=8, batch_size=256, lengths=Lengths.lognormal(600, 8192), train_time=4.92, utilisation=PAPER_UTILISATION
+    devices=8,
+    batch_size=256,
+    lengths=Lengths.lognormal(600, 8192),
+    train_time=4.92,
+    utilisation=lambda h: -1.8 * np.expm1(-np.asarray(h) / 800.0),
 )
 PLAN = pipeline_plan(WORK, 4, 128)
 
@@ -42,7 +45,7 @@ def test_recommended_bound_drops_at_most_one_in_a_hundred_of_the_longest_tenth()
 def test_constant_lengths_are_all_kept_or_all_dropped() -> None:
     """100 tokens at 64·1/(100·16) steps each are 4 steps, and 2 of queue."""
     work = Workload(
-        devices=2, batch_size=16, lengths=Lengths.constant(100), train_time=1.0, utilisation=PAPER_UTILISATION
+        devices=2, batch_size=16, lengths=Lengths.constant(100), train_time=1.0, utilisation=WORK.utilisation
     )
     plan = pipeline_plan(work, 1, 64)
     assert [drop_shares(work, plan, 8, bound).rollouts for bound in (5, 6)] == [1.0, 0.0]

@@ -14,13 +14,6 @@ def test_uniform_lengths_by_hand():
     assert lengths.residual_alive == pytest.approx([1.0, 0.6, 0.3, 0.1])
 
 
-def test_measured_lengths_keep_their_frequencies():
-    lengths = Lengths.from_samples([2, 2, 5])
-    assert lengths.mean == pytest.approx(3.0)
-    assert lengths.longest == 5
-    assert lengths.alive == pytest.approx([1, 1, 1 / 3, 1 / 3, 1 / 3])
-
-
 def test_lognormal_has_the_asked_mean_after_the_cut():
     lengths = Lengths.lognormal(1000, 4096)
     assert lengths.mean == pytest.approx(1000, rel=1e-6)

@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.plan split`, and the two benchmarks beside it, as people call them."""
+"""`python -m pipelinerl.plan`, and the two benchmarks beside it, as people call them."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from pipelinerl.plan.__main__ import main
 
 def plan(tmp_path, *arguments: str) -> dict:
     output = tmp_path / "plan.json"
-    assert main(["split", *arguments, "--json", str(output)]) == 0
+    assert main([*arguments, "--json", str(output)]) == 0
     return json.loads(output.read_text())
 
 
@@ -23,7 +23,8 @@ def test_base_configuration_is_planned_without_a_download(tmp_path, capsys):
     assert result["plan"]["mean_rollout_lag"] <= 8  # max_lag_steps of base
     text = capsys.readouterr().out
     assert "Recommended" in text
-    assert "By bound on the largest lag" in text
+    assert "Beside 8 device(s): " in text
+    assert "Beside 1,000 devices: " in text
 
 
 def test_bound_is_on_the_mean_unless_older_tokens_are_dropped(tmp_path):
@@ -52,9 +53,9 @@ def test_servers_of_several_gpus_get_their_concurrency_together(tmp_path):
     assert result["overrides"][2] == f"actor.llm_max_rollouts={2 * result['plan']['concurrency']}"
 
 
-def test_split_is_what_is_meant_without_a_command(tmp_path):
-    output = tmp_path / "meant.json"
-    assert main(["--gpus", "8", "--json", str(output)]) == 0
+def test_split_is_another_name_of_the_command(tmp_path):
+    output = tmp_path / "named.json"
+    assert main(["split", "--gpus", "8", "--json", str(output)]) == 0
     assert json.loads(output.read_text()) == plan(tmp_path, "--gpus", "8")
 
 
@@ -86,7 +87,7 @@ def test_recommendation_can_be_simulated(capsys):
     ],
 )
 def test_impossible_plans_are_refused_with_the_fix(arguments, message, capsys):
-    assert main(["split", *arguments]) == 2
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -99,7 +100,7 @@ def test_impossible_plans_are_refused_with_the_fix(arguments, message, capsys):
 )
 def test_numbers_that_mean_nothing_are_refused_by_option(option, value, capsys):
     with pytest.raises(SystemExit) as refused:
-        main(["split", option, value])
+        main([option, value])
     assert refused.value.code == 2
     assert f"argument {option}" in capsys.readouterr().err
 

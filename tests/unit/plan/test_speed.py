@@ -6,12 +6,14 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.config import load
+from pipelinerl.plan import ceiling
 from pipelinerl.plan.memory import staged_bytes, version_bytes
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
-from pipelinerl.plan.rates import GPUS
 from pipelinerl.plan.speed import (
+    GPUS,
     checkpoint_tensors,
     gpu_named,
+    pause_s,
     predicted_pause_s,
     predicted_speed,
     server_speed,
@@ -93,6 +95,9 @@ def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
         assert f"{speed.tokens_per_s:,.0f}" in printed
         assert f"{speed.mfu:.1%}" in printed
     assert "at most 3 communicator(s) in a server's GPU" in printed
+    slower = min(speed.tokens_per_s for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30))
+    for line in ceiling.lines(cfg, slower, 8, 0.3 * cfg.llm.parameters["max_tokens"], 500):
+        assert line in " ".join(printed.split())
 
 
 def test_the_pause_is_the_copy_of_what_a_server_stages() -> None:
@@ -124,3 +129,9 @@ def test_communicators_are_those_of_the_transport_and_the_number_of_servers() ->
     one, shared = make_config("world.actor_fraction=1"), make_config("world.share_devices=true")
     assert "at most 1 communicator(s)" in communicators_line(make_world(one, 8))
     assert "no NCCL communicators" in communicators_line(make_world(shared, 4))
+
+
+def test_pause_is_that_of_the_bytes_or_of_starting_the_copies() -> None:
+    """7.6 GB at 50 GB/s are 152 ms; 36,945 copies of 8 µs are 296 ms, however few bytes they have."""
+    assert pause_s(7.6e9, 339, 50e9) == pytest.approx(0.152)
+    assert pause_s(7.6e9, 36_945, 50e9) == pytest.approx(0.29556)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.plan.update_time import LinkSpeed, SwapSpeed, chain_s, pause_s, star_s
+from benchmarks.fan_out import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.transfer.chain import MIN_BUCKET_BYTES, bucket_bytes, chain, join, stripes
 
@@ -84,10 +84,3 @@ def test_slow_servers_pull_from_a_healthy_one_and_not_from_one_that_failed() -> 
 def test_servers_that_are_slow_to_send_pull_from_the_last_healthy_one_alone() -> None:
     routes = chain([[worker(i)] for i in range(7)], [((0, 100), ORIGIN)], slow=[True] * 6)
     assert [sources(route) for route in routes[1:]] == [["s0:1", "trainer:1"]] * 6
-
-
-def test_pause_is_that_of_the_bytes_or_of_starting_the_copies() -> None:
-    """7.6 GB at 50 GB/s are 152 ms; 36,945 copies of 8 µs are 296 ms, however few bytes they have."""
-    host = SwapSpeed(bytes_per_s=50e9, copy_s=8e-6)
-    assert pause_s(7.6e9, 339, host) == pytest.approx(0.152)
-    assert pause_s(7.6e9, 36_945, host) == pytest.approx(0.29556)

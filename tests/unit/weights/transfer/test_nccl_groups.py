@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipelinerl.plan.update_time import communicators
+from pipelinerl.plan.speed import communicators
 from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import Address, Failed, WeightUpdateAnswer, WeightUpdateRequest
 from pipelinerl.weights.publish.delivery import Pushing
