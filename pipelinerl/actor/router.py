@@ -19,7 +19,7 @@ import numpy as np
 from pipelinerl.actor.growth import Followed, Growth
 from pipelinerl.actor.servers import InferenceServer, ServerLoads
 from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
-from pipelinerl.config.rules import distortions
+from pipelinerl.config.rules.rollouts import distortions
 from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.observability import spans

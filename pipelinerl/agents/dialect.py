@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipelinerl.config.rules import DISTORTING
+from pipelinerl.config.rules.rollouts import DISTORTING
 from pipelinerl.llm import LLMCall
 
 PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed")

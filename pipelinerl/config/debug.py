@@ -1,9 +1,7 @@
 """Runs of only some roles, the debug modes and `stage: sft`: which each starts, which settings it fixes. Pure."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pipelinerl.config.sections import Config
 from pipelinerl.records.topics import ACTOR, TRAINING_DATA
@@ -108,108 +106,3 @@ def with_settings(container: Mapping[str, Any], settings: Mapping[str, Any]) -> 
             inside[section] = inside = dict(inside[section])
         inside[last] = value
     return changed
-
-
-def streams_come_with_their_mode(config: Config) -> str | None:
-    mode, source = config.debug.mode, config.debug.streams_from
-    if mode in READS and not source:
-        return f"`debug.mode` is {mode}: it reads recorded streams; give their run by `debug.streams_from=RUN`"
-    if source and mode not in READS:
-        return f"`debug.streams_from` is {source!r} but `debug.mode` is {mode}: only {' and '.join(READS)} read streams"
-    if source and Path(source).expanduser().resolve() == Path(config.output_dir).expanduser().resolve():
-        return f"`debug.streams_from` is {source!r}, the `output_dir`: choose another folder for this run"
-    return None
-
-
-def recorded_streams_become_files(config: Config) -> str | None:
-    if config.debug.streams_from and config.streams.backend != "files":
-        return (
-            f"`streams.backend` is {config.streams.backend} but `debug.streams_from` is given: recorded streams are "
-            "copied into files; set streams=files"
-        )
-    return None
-
-
-def existing_servers_come_with_rollouts(config: Config) -> str | None:
-    urls, mode = config.debug.existing_llms, config.debug.mode
-    if not urls:
-        return None
-    if mode not in WITH_ROLLOUTS:
-        return (
-            f"`debug.existing_llms` is {urls} but `debug.mode` is {mode}: only {' and '.join(WITH_ROLLOUTS)} use "
-            "running servers; a whole run sends weights to servers of its own"
-        )
-    wrong = [url for url in urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
-    if wrong:
-        return f"`debug.existing_llms` has {wrong[0]!r}: write http://HOST:PORT"
-    if len(urls) < config.world.replicas or len(set(urls)) < len(urls):
-        return (
-            f"`debug.existing_llms` is {urls}: name each server once, and at least `world.replicas`="
-            f"{config.world.replicas} of them"
-        )
-    return None
-
-
-def standalone_on_one_node(config: Config) -> str | None:
-    mode, engine = config.debug.mode, config.launcher.engine
-    if mode is not None and engine != "local":
-        return (
-            f"`debug.mode` is {mode} but `launcher.engine` is {engine}: standalone roles run on one node; "
-            "set it to local"
-        )
-    return None
-
-
-def standalone_from_the_beginning(config: Config) -> str | None:
-    if config.debug.mode is not None and config.resume == "checkpoint":
-        return f"`resume` is checkpoint but `debug.mode` is {config.debug.mode}: only a whole run can; use streams"
-    return None
-
-
-def evaluation_has_problems(config: Config) -> str | None:
-    named = [domain.test_dataset_names for domain in config.domains or ()] or [config.test_dataset_names]
-    if config.debug.mode == "evaluation" and not any(named):
-        return "`debug.mode` is evaluation but `test_dataset_names` is empty: name what to evaluate on"
-    return None
-
-
-def subset_is_not_empty(config: Config) -> str | None:
-    subset = config.train_subset
-    if subset is not None and subset.end <= subset.begin:
-        return f"`train_subset` is {subset.begin} to {subset.end}: `end` must be larger than `begin`"
-    return None
-
-
-def sft_has_conversations(config: Config) -> str | None:
-    sft, wanted = config.sft, config.stage == "sft" or config.sft.per_step > 0
-    if wanted and not sft.datasets:
-        key = "stage` is sft" if config.stage == "sft" else f"sft.per_step` is {sft.per_step}"
-        return f"`{key}, but `sft.datasets` is empty: name the conversations"
-    if sft.datasets and not wanted:
-        return "`sft.datasets` has no effect: `sft.per_step` is 0 and `stage` is rl; raise the first, or set stage=sft"
-    if config.stage != "sft":
-        for name in ("test_datasets", "epochs"):
-            if value := getattr(sft, name):
-                return f"`sft.{name}` is {value} but `stage` is {config.stage}: it is for stage=sft; remove it"
-    if config.stage == "sft" and sft.per_step:
-        return (
-            f"`sft.per_step` is {sft.per_step} but `stage` is sft: a step then has the batch "
-            "(finetune.gradient_accumulation_passes); set it to 0"
-        )
-    if config.stage == "sft" and config.debug.mode is not None:
-        return f"`debug.mode` is {config.debug.mode} but `stage` is sft, which starts two roles itself: set it to null"
-    if wanted and config.finetune.rl.advantage == "value":
-        return "`finetune.rl.advantage` is value, which learns from every token's reward; conversations have none"
-    return None
-
-
-DEBUG_RULES = (
-    sft_has_conversations,
-    streams_come_with_their_mode,
-    recorded_streams_become_files,
-    existing_servers_come_with_rollouts,
-    standalone_on_one_node,
-    standalone_from_the_beginning,
-    evaluation_has_problems,
-    subset_is_not_empty,
-)

@@ -206,7 +206,7 @@ def options_of_servers(start: Start) -> list[str]:
 
 def stream_backend(start: Start) -> list[str]:
     """Make a stream backend of the user's own, and refuse one whose records hold no micro-batch. Opens no stream."""
-    name, needed = start.config.streams.backend, rules.micro_batch_bytes(start.config)
+    name, needed = start.config.streams.backend, rules.machines.micro_batch_bytes(start.config)
     if name in WITH_KEYS_OF_THEIR_OWN:
         return []
     try:

@@ -32,7 +32,7 @@ from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
-from pipelinerl.config.rules import METRIC_GROUPS, METRICS_OF_ALL
+from pipelinerl.config.rules.experiment import METRIC_GROUPS, METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class

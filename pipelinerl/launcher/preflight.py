@@ -19,7 +19,7 @@ from typing import Any
 
 from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.environment import is_on
-from pipelinerl.config.objective_rules import objective_is_default
+from pipelinerl.config.rules.objective import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
 from pipelinerl.domains.judge_prompt import judge_messages

@@ -14,7 +14,7 @@ from enum import ReprEnum
 from functools import cache
 from typing import Any
 
-from pipelinerl.config.rules import METRICS_OF_ALL
+from pipelinerl.config.rules.experiment import METRICS_OF_ALL
 
 DOMAIN_METRIC = "{metric}"
 """The place of a metric that the domain's rollouts report."""

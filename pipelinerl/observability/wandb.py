@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from pipelinerl.config.origin import named_folder
-from pipelinerl.config.rules import WANDB_CHARS, WANDB_ROLE_CHARS
+from pipelinerl.config.rules.machines import WANDB_CHARS, WANDB_ROLE_CHARS
 from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipelinerl.chat.conversations import LeftOutByTemplateError, answered_texts, batch_spans
 from pipelinerl.chat.rendering import ChatRenderer, template_options
-from pipelinerl.config.rules import SFT_DOMAIN
+from pipelinerl.config.rules.experiment import SFT_DOMAIN
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import describe_error
 from pipelinerl.domains.rows import MAX_LEFT_OUT, RowReport, UnusableRow

@@ -91,7 +91,7 @@ def keys_of(section: dict, prefix: str = "") -> list[str]:
 
 def test_config_every_key_is_read_by_some_module() -> None:
     """A setting without effect is forbidden: something other than a rule must read every leaf by its name."""
-    say_only = ("config/sections/", "config/rules.py", "config/docs.py")
+    say_only = ("config/sections/", "config/rules/", "config/docs.py")
     paths = [path for path in (ROOT / "pipelinerl").rglob("*.py") if not any(part in str(path) for part in say_only)]
     sources = "\n".join(path.read_text() for path in paths)
     names = {key.last for key in declared(Config)}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse, to_container
-from pipelinerl.config.objective_rules import objective_is_default, ratio_is_counted_once
 from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, BuiltInLoss, keyword_parameters
+from pipelinerl.config.rules.objective import objective_is_default, ratio_is_counted_once
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.corrections import Corrections

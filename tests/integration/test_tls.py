@@ -18,7 +18,7 @@ import uvicorn
 
 from pipelinerl.config.environment import CA_VARIABLE
 from pipelinerl.config.load import compose, parse
-from pipelinerl.config.rules import tls_files_are_complete
+from pipelinerl.config.rules.machines import tls_files_are_complete
 from pipelinerl.config.sections import Config, WorldSection
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import ConfigError, StreamError

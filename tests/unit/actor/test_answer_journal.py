@@ -34,7 +34,7 @@ from pipelinerl.actor.resume import ActorProgress
 from pipelinerl.actor.router import Client, GroupRoute, RequestLimits
 from pipelinerl.actor.servers import ServerLoads
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.config.rules import DOMAIN_NAME_BYTES
+from pipelinerl.config.rules.experiment import DOMAIN_NAME_BYTES
 from pipelinerl.llm import GenerateRequest, Prompt, TrainableLLM
 from pipelinerl.records import ActorRecord, GroupDropped, OrderResumed
 from pipelinerl.records.answers import Completion
@@ -560,7 +560,7 @@ def test_journal_removes_what_is_published_also_when_it_died_in_between(tmp_path
 
 
 def test_file_of_an_attempt_has_a_name_that_disks_take_whatever_the_domain_is_called(tmp_path: Path) -> None:
-    """A longer name of a domain is refused (``rules.domains_are_told_apart``)."""
+    """A longer name of a domain is refused (``rules.experiment.domains_are_told_apart``)."""
     journal = AnswerJournal(tmp_path)
     names = [start * (DOMAIN_NAME_BYTES // len(start.encode())) + "-123456789-123456789" for start in ("数", " ", "x")]
     files = [journal._path(name, attempt) for name in names for attempt in (7, 12345)]

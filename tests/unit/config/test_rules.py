@@ -6,7 +6,6 @@ import pytest
 
 from pipelinerl.config import rules
 from pipelinerl.config.load import compose, parse
-from pipelinerl.config.objective_rules import kl_has_reference
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from tests.says import says
@@ -135,24 +134,26 @@ def test_rule_message_names_a_key_it_is_about(base: Config, rule: str) -> None:
 
 
 def test_sequence_fits_trainer_message_has_both_numbers(base: Config) -> None:
-    text = rules.sequence_fits_trainer(changed(base, finetune__seq_length=4096))
+    text = rules.training.sequence_fits_trainer(changed(base, finetune__seq_length=4096))
     assert text is not None
     assert text.startswith("`finetune.seq_length` is 4096 but `vllm_config.vllm_kwargs.max_model_len` is 10000")
 
 
 def test_interval_longer_than_the_run_is_refused_unless_it_is_the_default(base: Config) -> None:
     short = {"finetune__max_train_steps": 3}
-    assert rules.intervals_fit_the_run(changed(base, **short)) is None
-    text = rules.intervals_fit_the_run(changed(base, eval_every_n_versions=101, **short))
+    assert rules.experiment.intervals_fit_the_run(changed(base, **short)) is None
+    text = rules.experiment.intervals_fit_the_run(changed(base, eval_every_n_versions=101, **short))
     assert text is not None
     assert "`finetune.max_train_steps` is 3" in text
     assert "write '101 samples'" in text
-    assert rules.intervals_fit_the_run(changed(base, finetune__weight_update_interval=4, **short)) is not None
+    assert (
+        rules.experiment.intervals_fit_the_run(changed(base, finetune__weight_update_interval=4, **short)) is not None
+    )
 
 
 def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
     kwargs = {"max-model-len": 20000, "generation-config": "vllm"}
-    assert rules.sequence_fits_trainer(changed(base, vllm_config__vllm_kwargs=kwargs)) is not None
+    assert rules.training.sequence_fits_trainer(changed(base, vllm_config__vllm_kwargs=kwargs)) is not None
 
 
 @pytest.mark.parametrize(
@@ -208,16 +209,18 @@ def test_kwargs_without_a_function_of_ones_own_are_refused(base: Config) -> None
 def test_parameter_that_masks_tokens_is_refused_for_training_only(base: Config, name: str, value: object) -> None:
     parameters = {**base.llm.parameters, name: value}
     assert f"`llm.parameters.{name}`" in (
-        rules.sampling_is_undistorted(changed(base, llm__parameters=parameters)) or ""
+        rules.rollouts.sampling_is_undistorted(changed(base, llm__parameters=parameters)) or ""
     )
-    assert rules.sampling_is_undistorted(changed(base, test_llm__parameters=parameters)) is None
+    assert rules.rollouts.sampling_is_undistorted(changed(base, test_llm__parameters=parameters)) is None
 
 
 @pytest.mark.parametrize(
     "parameters", [{"top_p": 1}, {"top_k": -1}, {"min_tokens": 0}, {"logit_bias": {}}, {"seed": 3}]
 )
 def test_neutral_sampling_parameter_is_accepted(base: Config, parameters: dict) -> None:
-    assert rules.sampling_is_undistorted(changed(base, llm__parameters=base.llm.parameters | parameters)) is None
+    assert (
+        rules.rollouts.sampling_is_undistorted(changed(base, llm__parameters=base.llm.parameters | parameters)) is None
+    )
 
 
 def test_veto_that_would_drop_on_policy_sequences_is_refused(base: Config) -> None:
@@ -330,7 +333,7 @@ def test_names_of_domains_are_kept_as_they_are(base: Config) -> None:
         (["math\n"], ("control character",)),
         (["x" * 65], (65, 64)),
         (["数" * 22], (66, 64)),
-        *((["math", group], (group, f"{group}/")) for group in rules.METRIC_GROUPS),
+        *((["math", group], (group, f"{group}/")) for group in rules.experiment.METRIC_GROUPS),
     ],
 )
 def test_domains_that_could_not_be_told_apart_are_refused(
@@ -397,16 +400,19 @@ def test_conversations_without_a_stage_or_data_are_refused(
 
 
 def test_kl_with_a_reference_server_is_accepted(base: Config) -> None:
-    assert kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1)) is None
+    assert (
+        rules.objective.kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1))
+        is None
+    )
 
 
 @pytest.mark.parametrize("phase", [1, 2, 5])
 def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) -> None:
     enough = changed(base, schedule="conventional", steps_per_phase=phase, max_lag_steps=phase - 1)
-    assert rules.lag_allows_updates(enough) is None
+    assert rules.experiment.lag_allows_updates(enough) is None
     if phase > 1:
         short = changed(base, schedule="conventional", steps_per_phase=phase, max_lag_steps=phase - 2)
-        assert rules.lag_allows_updates(short) is not None
+        assert rules.experiment.lag_allows_updates(short) is not None
 
 
 @pytest.mark.parametrize(

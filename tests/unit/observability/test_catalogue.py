@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipelinerl.config import docs
-from pipelinerl.config.rules import METRIC_GROUPS
+from pipelinerl.config.rules.experiment import METRIC_GROUPS
 from pipelinerl.finetune.diagnostics import LAG_COUNTS
 from pipelinerl.observability import catalogue
 from pipelinerl.observability.catalogue import (

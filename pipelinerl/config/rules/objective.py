@@ -1,6 +1,6 @@
 """Constraints within `finetune.rl`: what a loss takes by the registry, and no ratio counted twice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -267,7 +267,7 @@ def block_of_steps_can_be_there(config: Config) -> str | None:
     return None
 
 
-OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES = (
     objective_is_known,
     loss_keys_are_used,
     dual_clip_is_beyond_the_clip,
@@ -285,4 +285,4 @@ OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     group_has_baseline,
     named_rewards_are_compared,
 )
-OBJECTIVE_HINTS: tuple[Callable[[Config], str | None], ...] = (clip_is_idle,)
+HINTS = (clip_is_idle,)
