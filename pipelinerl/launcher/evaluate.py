@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "config": args.config_name or str(run_of(args.model)),
         **evaluated(found, args.attempts, ks),
     }
-    print(visible("\n".join(table_lines(result, ks))))
+    print(json.dumps(result, indent=2) if args.json else visible("\n".join(table_lines(result, ks))))
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.keep:
@@ -136,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--config-dir", "-cd", help="folder of experiments that is searched first")
     own.add_argument("--attempts", type=int, default=1, metavar="N", help="attempts at every problem (1)")
     own.add_argument("--k", metavar="K,K", help="values of k, at most N (1, 2, 4, … N)")
+    own.add_argument("--json", action="store_true", help="print the figures as one JSON object instead of a table")
     own.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     own.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for rollouts and logs, which stays")
     return own

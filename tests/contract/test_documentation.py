@@ -1,6 +1,7 @@
 """The documentation: the site builds without a warning, the guides' code runs, the README stays short."""
 
 import ast
+import pkgutil
 import re
 import shlex
 import socket
@@ -198,7 +199,8 @@ def test_arguments_of_public_functions_are_explained() -> None:
 
 
 NAMES = ("installing", "run-folder", "domains", "objectives", "testing", "migrating", "verification")
-PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in NAMES), *sorted((DOCS / "guides").glob("*.md"))]
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *(DOCS / f"{name}.md" for name in NAMES), *GUIDES]
 """Pages whose commands are for one machine. Those of docs/cluster.md need several."""
 OWN_FILES = ("my_domain", "sums", "sums_cpu", "NAME")
 """Configurations that a page has the reader write."""
@@ -234,6 +236,26 @@ def test_commands_of_the_pages_exist(page: Path) -> None:
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = [word for words in commands(page, "make ") for word in words[1:] if "=" not in word and word.isidentifier()]
     assert [name for name in named if name not in targets] == []
+
+
+def test_files_and_modules_of_the_page_for_agents_exist() -> None:
+    text = (ROOT / "AGENTS.md").read_text()
+    named = re.findall(r"`([a-z_]+/[\w/.-]*|[\w.-]+\.(?:md|toml))`|\]\((.+?)\)|pytest -q (\S+)", text)
+    paths = {path for groups in named for path in groups if path and "NAME" not in path and "/x/" not in path}
+    assert len(paths) > 15
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    modules = set(re.findall(r"python -m (\w[\w.]*)", text)) | set(re.findall(r"`(pipelinerl(?:\.\w+)+)`", text))
+    assert len(modules) > 2
+    assert [name for name in sorted(modules) if not is_defined(name)] == []
+
+
+def is_defined(name: str) -> bool:
+    """Whether a dotted name is a module, or a name in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

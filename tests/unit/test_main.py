@@ -1,12 +1,18 @@
 """The command `pipelinerl` itself."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A container without a locale, for Pythons that would mend it themselves."""
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "AGENTS.md")
+COMMAND = re.compile(r"^(?:python -m )?pipelinerl (\S+)(.*?)(?: #|$)", re.MULTILINE)
+OPTION = re.compile(r"--[a-z][a-z-]+")
+PRINT_TABLES = ("check", "evaluate", "replay", "rollouts", "why")
 
 
 def test_help_whose_reader_leaves_is_no_error() -> None:
@@ -19,7 +25,7 @@ def test_help_whose_reader_leaves_is_no_error() -> None:
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_help_of_every_command_needs_neither_docstrings_nor_a_locale() -> None:
+def test_help_of_every_command_needs_neither_docstrings_nor_a_locale_and_has_the_options_of_the_pages() -> None:
     code = (
         "from pipelinerl.__main__ import COMMANDS, main\n"
         "print([name for name in COMMANDS if main([name, '--help']) != 0], main(['--help']))"
@@ -27,6 +33,11 @@ def test_help_of_every_command_needs_neither_docstrings_nor_a_locale() -> None:
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, env=os.environ | ASCII, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.endswith(b"[] 0\n")
+    options = {one.split()[0]: set(OPTION.findall(one)) for one in done.stdout.decode().split("usage: pipelinerl ")[1:]}
+    shown = [(name, set(OPTION.findall(rest))) for page in PAGES for name, rest in COMMAND.findall(page.read_text())]
+    assert len(shown) > 5
+    assert [(name, used - options[name]) for name, used in shown if name in options and used - options[name]] == []
+    assert [name for name in PRINT_TABLES if "--json" not in options[name]] == []
 
 
 def test_help_beside_a_file_that_is_no_text_is_printed(tmp_path: Path) -> None:

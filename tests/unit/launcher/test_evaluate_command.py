@@ -1,11 +1,13 @@
 """The command's arguments and figures; `tests/integration/test_debug_modes.py` runs it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.config.load import compose, validate
 from pipelinerl.errors import ConfigError
+from pipelinerl.launcher import evaluate
 from pipelinerl.launcher.evaluate import arguments_of, chosen_ks, evaluated, main, parser, table_lines
 
 FOUND = {
@@ -64,6 +66,17 @@ def test_figures_are_those_of_each_data_set_and_of_all_problems() -> None:
 def test_data_set_called_all_is_not_the_row_over_all() -> None:
     rows = evaluated(FOUND | {"outcomes": {"all": [[4, 1]], "other": [[4, 4]]}}, 4, [1])["datasets"]
     assert {name: row["problems"] for name, row in rows.items()} == {"all": 1, "other": 1, "all data sets": 2}
+
+
+def test_json_prints_the_figures_as_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "launch", lambda arguments: 0)
+    monkeypatch.setattr(evaluate, "read_debug_run", lambda folder: {"evaluation": FOUND})
+    assert evaluate.main(["m", "--config-name=math", "--attempts=4", "--k=1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"model": "m", "config": "math", **evaluated(FOUND, 4, [1])}
 
 
 def test_incomplete_evaluation_says_so() -> None:
