@@ -82,6 +82,7 @@ style:
 	$(PY) -m pytest -q $(SHAPE)
 	$(PY) -m pipelinerl.config.docs --check
 	$(PY) -m pipelinerl.observability.catalogue --check
+	$(PY) -m tools.benchmark_pages --check
 
 # Functions that are long or branch much. It fails nothing: whether one reads well is for a reader to say.
 advice: install
@@ -92,6 +93,7 @@ format: install
 	$(PY) -m ruff format $(PACKAGES)
 	$(PY) -m pipelinerl.config.docs
 	$(PY) -m pipelinerl.observability.catalogue
+	$(PY) -m tools.benchmark_pages
 	$(PY) -m tests.numerics.test_weight_bounds
 
 # The site, in site/. A broken link or reference is an error.
