@@ -9,7 +9,7 @@ from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer import chain
 
 
-def chain_place(client: ServerClient) -> tuple[bool, float, bool, bool, int, int]:
+def chain_place(client: ServerClient) -> tuple[bool, float, bool, bool, str, int]:
     """Sorts servers by their place in a chain: healthy ones, those that failed, those that are slow.
 
     Of the slow ones come first those that may be fast, and then the less slow ones.
@@ -20,7 +20,7 @@ def chain_place(client: ServerClient) -> tuple[bool, float, bool, bool, int, int
         standing.limit if standing.is_slow else 0.0,
         standing.gives_slowly,
         client.is_suspect,
-        client.job.node_rank,
+        client.node,
         client.job.replica_idx,
     )
 

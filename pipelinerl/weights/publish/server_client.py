@@ -74,6 +74,11 @@ class ServerClient:
         return self.job.name
 
     @property
+    def node(self) -> str:
+        """Host of its workers. Its job does not always say the node: one that joined, or moved on Ray, has none."""
+        return self.workers[0].host
+
+    @property
     def is_policy(self) -> bool:
         """Whether it samples with the version that it serves, so that it is checked and announced.
 

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+from pipelinerl.membership.lease import Lease
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address, ParamSpec
 from pipelinerl.weights.publish.dispatch import chained, joining
@@ -29,6 +30,20 @@ def under_way(clients: list[ServerClient]) -> PendingVersion:
 def sources(pending: PendingVersion, client: ServerClient, holders: list[ServerClient]) -> list[str]:
     (dispatch,) = joining(pending, [client], holders, [TRAINER], 64)
     return [address.host for address in dispatch.route[0][0].sources]
+
+
+def test_chain_of_servers_that_are_known_by_their_leases_enters_every_other_node_once() -> None:
+    """A lease does not say the node. Server n runs on node n mod 2."""
+    clients = []
+    for n in range(8):
+        lease = Lease(name=f"actor_llm_{n}", incarnation="a", ttl_s=10, url=f"http://node{n % 2}:80{n}")
+        client = ServerClient(lease.as_job(), cast(Any, None))
+        client.workers, client.is_up = (Address(f"node{n % 2}", 9000 + n),), True
+        clients.append(client)
+    pending = PendingVersion(1, Layout((ParamSpec("w", "uint8", (1024,)),)), ((0, 1024),))
+    planned = chained(pending, clients, [TRAINER], 64)
+    givers = [(one.client.node, one.route[0][0].sources[0].host) for one in planned]
+    assert sum(node != giver for node, giver in givers if giver != TRAINER.host) == 1
 
 
 def test_late_server_pulls_from_the_end_of_the_chain_that_is_under_way() -> None:
