@@ -139,7 +139,9 @@ class Pushing:
         pending.end(client.name, is_served=answer is not None)
         if answer is not None:
             transfer_s = 1e-3 * answer.transfer_ms
-            self._delta.measured(transfer_s + pending.encode_s, is_delta=request.base_version is not None)
+            is_delta = request.base_version is not None
+            if dispatch.is_chained and is_delta == (pending.deltas is not None):
+                self._delta.measured(pending.version, transfer_s + pending.encode_s, is_delta=is_delta)
             if dispatch.is_chained:
                 reports = pending.reports.setdefault(request.base_version, [])
                 reports.append(Report(server=client.name, seconds=transfer_s, links=answer.links))

@@ -43,6 +43,8 @@ class DeltaChoice:
         self._count = 0
         self._whole_s: float | None = None
         self._delta_s: float | None = None
+        self._version: int | None = None
+        """The version that was measured last."""
 
     def next(self) -> bool:
         """Whether the next version is encoded."""
@@ -54,8 +56,14 @@ class DeltaChoice:
         is_faster = self._delta_s < self._whole_s
         return is_faster != (self._count % RETRY == 0)
 
-    def measured(self, seconds: float, *, is_delta: bool) -> None:
-        """Records how long the servers waited for a version. Encoding counts."""
+    def measured(self, version: int, seconds: float, *, is_delta: bool) -> None:
+        """Records how long a server waited for a version. Encoding counts.
+
+        Only the first server to report counts: a slow or late one says nothing about the way.
+        """
+        if self._version is not None and version <= self._version:
+            return
+        self._version = version
         if is_delta:
             self._delta_s = seconds
         elif self._count > WARM_UPS:

@@ -8,8 +8,8 @@ from pipelinerl.weights.publish.versions import RETRY, DeltaChoice
 @pytest.mark.parametrize("mode", [True, False])
 def test_mode_that_is_set_is_not_measured(mode: bool) -> None:
     choice = DeltaChoice(mode)
-    choice.measured(1.0, is_delta=mode)
-    choice.measured(9.0, is_delta=not mode)
+    choice.measured(0, 1.0, is_delta=mode)
+    choice.measured(1, 9.0, is_delta=not mode)
     assert [choice.next() for _ in range(2 * RETRY)] == [mode] * 2 * RETRY
 
 
@@ -18,7 +18,9 @@ def taken(whole_s: float, delta_s: float, versions: int) -> list[bool]:
     for version in range(versions):
         made.append(choice.next())
         warm_up_s = 100.0 if version == 0 else 0.0
-        choice.measured((delta_s if made[-1] else whole_s) + warm_up_s, is_delta=made[-1])
+        choice.measured(version, (delta_s if made[-1] else whole_s) + warm_up_s, is_delta=made[-1])
+        choice.measured(version, 50.0, is_delta=made[-1])  # a slow server has it, too
+        choice.measured(version - 1, 50.0, is_delta=False)  # and one the version before
     return made
 
 
