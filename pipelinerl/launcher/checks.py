@@ -9,12 +9,12 @@ import os
 import resource
 import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from jinja2 import TemplateError
 
@@ -35,7 +35,9 @@ from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.conversations import check_conversations
 from pipelinerl.launcher.existing_servers import check_existing
-from pipelinerl.launcher.recorded import check_recording
+from pipelinerl.launcher.run_plan import RunPlan
+from pipelinerl.launcher.running import say, voice
+from pipelinerl.launcher.streams_at_start import check_recording
 from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
 from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
@@ -43,7 +45,7 @@ from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
-from pipelinerl.world import WorldMap, check_local_devices
+from pipelinerl.world import check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
 from pipelinerl.world.disk import existing_part, matching
 from pipelinerl.world.placement import SERVER_KINDS
@@ -64,34 +66,22 @@ TEMPORARY_BYTES = len("/prl-01234567")
 """Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The run that is about to be started."""
-
-    config: Config
-    container: dict[str, Any]
-    world: WorldMap
-    node_rank: int
-    path: Path
-    """The run folder."""
-    overrides: Sequence[str]
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the run is planned for devices that this machine does not have."""
-        try:
-            check_local_devices(self.world, self.node_rank, os.environ)
-        except PipelineRLError:
-            return True
-        return False
+StartCheck = Callable[[RunPlan], list[str]]
+"""Returns warnings and raises a `PipelineRLError` to refuse the plan."""
 
 
-StartCheck = Callable[[Start], list[str]]
-"""Returns warnings and raises a `PipelineRLError` to refuse the start."""
+def checked(plan: RunPlan) -> RunPlan:
+    """Run every check, tell the warnings, and return the plan with `builds_model` set."""
+    started, checking = time.monotonic(), ["the plan"]
+    with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
+        warnings = run_checks(plan, begin=checking.append)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    return replace(plan, builds_model=preflight.needs_tiny_model(plan.config, plan.overrides))
 
 
 def run_checks(
-    start: Start, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None
+    plan: RunPlan, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None
 ) -> list[str]:
     """Run all checks and return their warnings. The first refusal is raised.
 
@@ -99,17 +89,26 @@ def run_checks(
         only_shown: this is a dry run. Refusals by this machine become warnings if the plan is for another machine.
         begin: called with the name of each check of this machine before it runs.
     """
-    warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(start)]
-    forgiving = only_shown and start.elsewhere
+    warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(plan)]
+    forgiving = only_shown and is_for_elsewhere(plan)
     for machine_check in OF_THIS_MACHINE:
         begin(f"the {machine_check.__name__}")
         try:
-            warnings += machine_check(start)
+            warnings += machine_check(plan)
         except PipelineRLError as error:
-            if not forgiving or is_of_a_file_here(str(error), start.config):
+            if not forgiving or is_of_a_file_here(str(error), plan.config):
                 raise
             warnings.append(f"on this machine: {error}")
     return warnings
+
+
+def is_for_elsewhere(plan: RunPlan) -> bool:
+    """Whether the run is planned for devices that this machine does not have."""
+    try:
+        check_local_devices(plan.world, plan.node_rank, os.environ)
+    except PipelineRLError:
+        return True
+    return False
 
 
 def is_of_a_file_here(refusal: str, config: Config) -> bool:
@@ -134,9 +133,9 @@ def is_of_a_file_here(refusal: str, config: Config) -> bool:
     )
 
 
-def variables(start: Start) -> list[str]:
+def variables(plan: RunPlan) -> list[str]:
     """Refuse a reference to a variable that this launcher's environment does not have, or has with a wrong value."""
-    filled = with_values(start.container, os.environ)
+    filled = with_values(plan.container, os.environ)
     try:
         checked_variables(filled["vllm_config"]["env"])
     except ConfigError as error:
@@ -144,10 +143,10 @@ def variables(start: Start) -> list[str]:
     return []
 
 
-def open_files(start: Start) -> list[str]:
+def open_files(plan: RunPlan) -> list[str]:
     """Compare the hard limit on open files, up to which every role raises its own, with what rollout workers need."""
-    actors = [job for job in start.world.on_node(start.node_rank) if job.kind == "actor"]
-    most = max((requests_per_worker(start.config, len(start.world.servers_of(job))) for job in actors), default=0)
+    actors = [job for job in plan.world.on_node(plan.node_rank) if job.kind == "actor"]
+    most = max((requests_per_worker(plan.config, len(plan.world.servers_of(job))) for job in actors), default=0)
     hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], min(files_for(most), MAX_OPEN_FILES)
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return []
@@ -160,20 +159,18 @@ def open_files(start: Start) -> list[str]:
     ]
 
 
-def temporary_folder(start: Start) -> list[str]:
+def temporary_folder(plan: RunPlan) -> list[str]:
     """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names.
 
     Ray's nodes have environments of their own.
     """
-    launcher, variable = start.config.launcher.engine, "VLLM_RPC_BASE_PATH"
+    launcher, variable = plan.config.launcher.engine, "VLLM_RPC_BASE_PATH"
     folder, most = os.environ.get(variable, ""), LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES
     if not folder:
         variable, folder = "TMPDIR", tempfile.gettempdir()
         most -= TEMPORARY_BYTES if launcher == "local" else 0
     excess = len(os.fsencode(folder)) - most
-    started = started_kinds(start.config)
-    servers = [kind for kind in SERVER_KINDS if started is None or kind in started]
-    is_used = launcher != "ray" and any(job.kind in servers for job in start.world.on_node(start.node_rank))
+    is_used = launcher != "ray" and any(job.kind in SERVER_KINDS for job in plan.jobs)
     if excess > 0 and is_used:
         raise ConfigError(
             f"{variable} is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the "
@@ -182,35 +179,35 @@ def temporary_folder(start: Start) -> list[str]:
     return []
 
 
-def settings_without_effect(start: Start) -> list[str]:
-    return rules.hints(start.config)
+def settings_without_effect(plan: RunPlan) -> list[str]:
+    return rules.hints(plan.config)
 
 
-def wandb_key(start: Start) -> list[str]:
-    is_asked = start.config.wandb.mode == "online" and not os.environ.get(MODE_VARIABLE)
+def wandb_key(plan: RunPlan) -> list[str]:
+    is_asked = plan.config.wandb.mode == "online" and not os.environ.get(MODE_VARIABLE)
     if is_asked and effective_mode("online") == "offline":
         return ["wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"]
     return []
 
 
-def server_arguments(start: Start) -> list[str]:
-    for job in (*start.world.get("actor_llm"), *start.world.get("preprocessor_llm")):
-        vllm_arguments(start.config, start.world, job)
+def server_arguments(plan: RunPlan) -> list[str]:
+    for job in (*plan.world.get("actor_llm"), *plan.world.get("preprocessor_llm")):
+        vllm_arguments(plan.config, plan.world, job)
     return []
 
 
-def options_of_servers(start: Start) -> list[str]:
-    check_options(start.config)
+def options_of_servers(plan: RunPlan) -> list[str]:
+    check_options(plan.config)
     return []
 
 
-def stream_backend(start: Start) -> list[str]:
+def stream_backend(plan: RunPlan) -> list[str]:
     """Make a stream backend of the user's own, and refuse one whose records hold no micro-batch. Opens no stream."""
-    name, needed = start.config.streams.backend, rules.machines.micro_batch_bytes(start.config)
+    name, needed = plan.config.streams.backend, rules.machines.micro_batch_bytes(plan.config)
     if name in WITH_KEYS_OF_THEIR_OWN:
         return []
     try:
-        most = make_backend(start.config, start.path).max_record_bytes
+        most = make_backend(plan.config, plan.path).max_record_bytes
     except PipelineRLError:
         raise
     except Exception as error:  # the user's class
@@ -218,18 +215,18 @@ def stream_backend(start: Start) -> list[str]:
     if most < needed:
         raise ConfigError(
             f"`streams.backend` is {name}, whose records have at most {most} bytes (max_record_bytes), but a "
-            f"micro-batch of `finetune.seq_length`={start.config.finetune.seq_length} tokens takes {needed}: raise the "
+            f"micro-batch of `finetune.seq_length`={plan.config.finetune.seq_length} tokens takes {needed}: raise the "
             "first or lower the second"
         )
     return []
 
 
-def engine(start: Start) -> list[str]:
+def engine(plan: RunPlan) -> list[str]:
     """Refuse an engine of the user's own that cannot be imported or cannot run with the settings or the ranks."""
-    ranks = start.world.trainer_world_size
-    name = engine_of(start.config, ranks)
+    ranks = plan.world.trainer_world_size
+    name = engine_of(plan.config, ranks)
     traits = traits_of(name)
-    problem = traits.check(start.config)
+    problem = traits.check(plan.config)
     if problem:
         raise ConfigError(problem)
     if traits.max_ranks is not None and ranks > traits.max_ranks:
@@ -237,13 +234,13 @@ def engine(start: Start) -> list[str]:
             f"`finetune.engine` is {name}, which trains on at most {traits.max_ranks} rank(s), but this world has "
             f"{ranks}: lower world.finetune_fraction, or choose another engine"
         )
-    sharing = start.config.finetune.shard_ranks
+    sharing = plan.config.finetune.shard_ranks
     if sharing and "shard_ranks" in traits.reads and ranks % sharing:
         raise ConfigError(
             f"`finetune.shard_ranks` is {sharing}, which does not divide the trainer's {ranks} ranks: set it to a "
             "divisor, such as the GPUs of a node, or to null"
         )
-    dividing = start.config.finetune.expert_ranks
+    dividing = plan.config.finetune.expert_ranks
     if dividing and "expert_ranks" in traits.reads and (sharing or ranks) % dividing:
         raise ConfigError(
             f"`finetune.expert_ranks` is {dividing}, which does not divide the {sharing or ranks} ranks that share a "
@@ -252,12 +249,12 @@ def engine(start: Start) -> list[str]:
     return []
 
 
-def optimizer(start: Start) -> list[str]:
+def optimizer(plan: RunPlan) -> list[str]:
     """Refuse an optimizer that the engine cannot run, or whose package is not installed."""
-    options, ranks = start.config.finetune.optimizer, start.world.trainer_world_size
+    options, ranks = plan.config.finetune.optimizer, plan.world.trainer_world_size
     if options.name == ADAMW:
         return ["finetune.optimizer.kwargs has no effect: adamw takes none"] if options.kwargs else []
-    name = engine_of(start.config, ranks)
+    name = engine_of(plan.config, ranks)
     if traits_of(name).shards_only_adamw:
         raise ConfigError(
             f"`finetune.optimizer.name` is {options.name}, but {name} shards the states of adamw only: set "
@@ -269,9 +266,9 @@ def optimizer(start: Start) -> list[str]:
     return []
 
 
-def experts(start: Start) -> list[str]:
+def experts(plan: RunPlan) -> list[str]:
     """Refuse what only a mixture of experts can do for a model without experts."""
-    config, options = start.config, server_options(start.config)
+    config, options = plan.config, server_options(plan.config)
     parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks or 1
     wanted = {
         "finetune.router_replay": config.finetune.router_replay,
@@ -292,72 +289,72 @@ def experts(start: Start) -> list[str]:
     return []
 
 
-def memory(start: Start) -> list[str]:
+def memory(plan: RunPlan) -> list[str]:
     """Refuse a plan that does not fit into GPU memory. Warn of one that nearly fills it, because it is an estimate."""
-    shape = find_model_shape(start.config.model_path) if start.world.accelerator == "cuda" else None
+    shape = find_model_shape(plan.config.model_path) if plan.world.accelerator == "cuda" else None
     detected = gpu_memory_bytes()
     if shape is None or not detected:
         return []
-    kinds = started_kinds(start.config)
-    plans = memory_plan(start.config, start.world, shape, min(detected))
-    plans = tuple(plan for plan in plans if kinds is None or plan.kind in kinds)
-    for plan in plans:
-        if not plan.fits:
+    kinds = started_kinds(plan.config)
+    needs = memory_plan(plan.config, plan.world, shape, min(detected))
+    needs = tuple(need for need in needs if kinds is None or need.kind in kinds)
+    for need in needs:
+        if not need.fits:
             raise ConfigError(
-                f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU; "
-                f"{what_would_fit(start.config, start.world, shape, min(detected), plan.kind)}"
+                f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU; "
+                f"{what_would_fit(plan.config, plan.world, shape, min(detected), need.kind)}"
             )
     return [
-        f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU: an "
+        f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU: an "
         "estimate, so close to the limit that it may not fit"
-        for plan in plans
-        if plan.kind == "finetune" and plan.total > NEARLY_FULL * plan.capacity
+        for need in needs
+        if need.kind == "finetune" and need.total > NEARLY_FULL * need.capacity
     ]
 
 
-def devices(start: Start) -> list[str]:
-    if start.config.launcher.engine == "ray":  # Ray has counted the devices of its nodes
+def devices(plan: RunPlan) -> list[str]:
+    if plan.config.launcher.engine == "ray":  # Ray has counted the devices of its nodes
         return []
-    check_local_devices(start.world, start.node_rank, os.environ)
+    check_local_devices(plan.world, plan.node_rank, os.environ)
     return []
 
 
-def redis(start: Start) -> list[str]:
-    streams = start.config.streams
-    if streams.backend == "redis" and not streams.external and start.node_rank == 0:
+def redis(plan: RunPlan) -> list[str]:
+    streams = plan.config.streams
+    if streams.backend == "redis" and not streams.external and plan.node_rank == 0:
         redis_command()
     return []
 
 
-def disk(start: Start) -> list[str]:
+def disk(plan: RunPlan) -> list[str]:
     """Refuse if one checkpoint does not fit on the disk. Warn if those that the run keeps do not fit."""
-    folder = existing_part(start.path)
+    folder = existing_part(plan.path)
     free = shutil.disk_usage(folder).free
-    shape = find_model_shape(start.config.model_path)
+    shape = find_model_shape(plan.config.model_path)
     one = (shape.parameters if shape else 0) * CHECKPOINT_BYTES_PER_PARAMETER
-    kept = one * (start.config.finetune.keep_checkpoints + 1)
+    kept = one * (plan.config.finetune.keep_checkpoints + 1)
     if free < one + SPARE_BYTES:
         raise ConfigError(
-            f"`output_dir` is {str(start.path)!r}: its disk has {free / GIB:.1f} GiB free, and one checkpoint needs "
+            f"`output_dir` is {str(plan.path)!r}: its disk has {free / GIB:.1f} GiB free, and one checkpoint needs "
             f"{(one + SPARE_BYTES) / GIB:.1f} GiB; choose another folder or free the disk"
         )
     if free < kept + SPARE_BYTES:
         return [
             f"output_dir has {free / GIB:.1f} GiB free, and finetune.keep_checkpoints="
-            f"{start.config.finetune.keep_checkpoints} with one in the making needs {kept / GIB:.1f} GiB"
+            f"{plan.config.finetune.keep_checkpoints} with one in the making needs {kept / GIB:.1f} GiB"
         ]
     return []
 
 
-def store_of_weights(start: Start) -> list[str]:
+def store_of_weights(plan: RunPlan) -> list[str]:
     """Refuse a store that does not answer, or whose disk has no room for the versions that stay. Writes nothing."""
     from pipelinerl.weights.store.files import open_files
     from pipelinerl.weights.store.manifest import StoreError
 
-    weights = start.config.weights
+    weights = plan.config.weights
     if weights.backend != "store":
         return []
-    url = paths.weight_store(weights.store, start.path)
+    url = paths.weight_store(weights.store, plan.path)
     try:
         open_files(url).names()
     except StoreError as error:
@@ -367,8 +364,8 @@ def store_of_weights(start: Start) -> list[str]:
     folder = existing_part(Path(url))
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"`weights.store` is {url!r}, but {folder} is no folder that this user may write to")
-    shape, free = find_model_shape(start.config.model_path), shutil.disk_usage(folder).free
-    needed = (weights.store_keep + 2) * (version_bytes(start.config, shape) if shape else 0)
+    shape, free = find_model_shape(plan.config.model_path), shutil.disk_usage(folder).free
+    needed = (weights.store_keep + 2) * (version_bytes(plan.config, shape) if shape else 0)
     if free < needed:
         raise ConfigError(
             f"`weights.store` is {url!r}: its disk has {free / GIB:.1f} GiB free, and weights.store_keep="
@@ -377,47 +374,47 @@ def store_of_weights(start: Start) -> list[str]:
     return []
 
 
-def libraries(start: Start) -> list[str]:
+def libraries(plan: RunPlan) -> list[str]:
     preflight.check_companions()
     return unsupported()
 
 
-def model(start: Start) -> list[str]:
+def model(plan: RunPlan) -> list[str]:
     from pipelinerl.tiny_model.recipes import make_recipe  # imports the domains
 
-    tiny = start.config.tiny_model
-    if preflight.needs_tiny_model(start.config, start.overrides):
+    tiny = plan.config.tiny_model
+    if preflight.needs_tiny_model(plan.config, plan.overrides):
         assert tiny is not None
         if "." not in tiny.recipe:  # a function of the user's own runs in the builder
             make_recipe(tiny.recipe, dict(tiny.params))
     else:
-        preflight.check_model(start.config.model_path)
-        preflight.check_context(start.config)
-        preflight.check_architecture(start.config)
-    preflight.check_scoring_models(start.config)
-    return preflight.check_judges(start.config)
+        preflight.check_model(plan.config.model_path)
+        preflight.check_context(plan.config)
+        preflight.check_architecture(plan.config)
+    preflight.check_scoring_models(plan.config)
+    return preflight.check_judges(plan.config)
 
 
-def standalone_roles(start: Start) -> list[str]:
+def standalone_roles(plan: RunPlan) -> list[str]:
     """Refuse standalone roles on several nodes, without servers that answer, or on streams that they cannot read."""
-    mode = start.config.debug.mode
-    if mode is not None and len(start.world.nodes) > 1:
+    mode = plan.config.debug.mode
+    if mode is not None and len(plan.world.nodes) > 1:
         raise ConfigError(f"`debug.mode` is {mode}: standalone roles run on one node, and this world has several")
-    check_recording(start.config, start.world.trainer_world_size)
-    return check_existing(start.config)
+    check_recording(plan.config, plan.world.trainer_world_size)
+    return check_existing(plan.config)
 
 
-def renderer(start: Start) -> list[str]:
+def renderer(plan: RunPlan) -> list[str]:
     """Refuse a family that `renderers` does not have, or options that it does not take."""
-    for section in (start.config.llm, start.config.test_llm):
+    for section in (plan.config.llm, plan.config.test_llm):
         if section.renderer is not None:
             check_family(section.renderer, section.chat_template_kwargs)
     return []
 
 
-def templates(start: Start) -> list[str]:
+def templates(plan: RunPlan) -> list[str]:
     """Refuse a chat template that is no Jinja, or no file. One that looks like no path may be the tokenizer's."""
-    for name, section in (("llm", start.config.llm), ("test_llm", start.config.test_llm)):
+    for name, section in (("llm", plan.config.llm), ("test_llm", plan.config.test_llm)):
         chosen = section.chat_template
         if chosen is None or not (os.path.exists(chosen) or "/" in chosen or Path(chosen).suffix):
             continue
@@ -433,29 +430,29 @@ def templates(start: Start) -> list[str]:
     return []
 
 
-def objective(start: Start) -> list[str]:
-    preflight.check_objective(start.config, start.container)
+def objective(plan: RunPlan) -> list[str]:
+    preflight.check_objective(plan.config, plan.container)
     return []
 
 
-def proxies(start: Start) -> list[str]:
+def proxies(plan: RunPlan) -> list[str]:
     """Refuse a proxy of the site that cannot carry what rollouts ask of foreign services."""
-    services = {f"judges.{judge.name}.url": judge.url for judge in start.config.judges}
-    services["sandbox_endpoint"] = start.config.sandbox_endpoint or os.environ.get(ENDPOINT_VARIABLE)
+    services = {f"judges.{judge.name}.url": judge.url for judge in plan.config.judges}
+    services["sandbox_endpoint"] = plan.config.sandbox_endpoint or os.environ.get(ENDPOINT_VARIABLE)
     for key, url in services.items():
         if url:
             check_proxy(key, url)
     return []
 
 
-def conversations(start: Start) -> list[str]:
-    return check_conversations(start.config)
+def conversations(plan: RunPlan) -> list[str]:
+    return check_conversations(plan.config)
 
 
-def domain(start: Start) -> list[str]:
-    if start.config.debug.mode not in (None, *WITH_ROLLOUTS) or start.config.stage == "sft":
+def domain(plan: RunPlan) -> list[str]:
+    if plan.config.debug.mode not in (None, *WITH_ROLLOUTS) or plan.config.stage == "sft":
         return []
-    return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
+    return preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
 
 
 OF_THE_PLAN: tuple[StartCheck, ...] = (

@@ -79,6 +79,8 @@ class RunReports:
 
     async def unfinished(self, ending: Ending, host: Host) -> None:
         """Record why the run ended, and write its page in a child process. A stop signal ends the child at once."""
+        if self._config.debug.mode and ending.kind == "stopped":
+            self.debug_run(finished=False)
         if ending.kind == "done" or self._tracking is None or self._config.debug.mode:
             return
         hurried = asyncio.Event()

@@ -45,10 +45,10 @@ from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines, length_of
+from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.membership.stores import FOLDER
 from pipelinerl.plan.model_shape import find_longrope_limit
 from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
-from pipelinerl.world import WorldMap
 from pipelinerl.world.disk import make_folder, replace_file
 
 LOCK_POLL_S = 0.1
@@ -292,14 +292,15 @@ def check_no_copy(path: Path, container: Mapping[str, Any]) -> None:
         )
 
 
-def write_run_dir(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
+def write_run_dir(plan: RunPlan) -> None:
     """Write configuration, world map and one folder per role. Deletes the leases of an earlier launch."""
+    path = plan.path
     shutil.rmtree(path / FOLDER, ignore_errors=True)
     make_folder((path / RUN_CONFIG).parent)
-    replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600, sync=True)
+    replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(plan.container)), mode=0o600, sync=True)
     replace_file(path / RUN_ORIGIN, origin_document(path), mode=0o600, sync=True)
-    world.save(path)
-    write_roles(path, commands)
+    plan.world.save(path)
+    write_roles(path, plan.commands)
 
 
 def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:

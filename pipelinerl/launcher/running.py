@@ -13,7 +13,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,16 +29,14 @@ from pipelinerl.inspect.alarms import settings_of
 from pipelinerl.inspect.balance import read_splits
 from pipelinerl.inspect.ending import clear_ending
 from pipelinerl.launcher import preflight
-from pipelinerl.launcher.commands import (
-    RoleCommand,
-    inherited_environment,
-)
+from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.engine import RoleEngine
 from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.local import LocalEngine
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.reporting import RunReports
+from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.launcher.tracking import RunTracking
@@ -64,20 +61,6 @@ EngineOn = Callable[[Host], RoleEngine]
 """Makes the engine that runs the roles, from what they share."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Everything that is decided before the first process starts."""
-
-    config: Config
-    container: dict[str, Any]
-    world: WorldMap
-    node_rank: int
-    commands: tuple[RoleCommand, ...]
-    """Commands of this node's roles. On Ray, one for each unit of the world."""
-    builds_model: bool = False
-    """Whether `model_path` is a tiny model that must be built first."""
-
-
 def show_world(plan: RunPlan) -> None:
     """Print the world as a table as wide as the terminal."""
     from rich.console import Console
@@ -94,22 +77,21 @@ def show_world(plan: RunPlan) -> None:
 
 async def supervise(
     plan: RunPlan,
-    path: Path,
+    *,
     resumed: bool,
-    started: float,
-    connection: Coordination | None = None,
     lock: IO[str] | None = None,
+    connection: Coordination | None = None,
     engine_on: EngineOn | None = None,
 ) -> Ending:
     """Start the roles and keep them running until the end.
 
     Args:
-        started: Unix time of the launcher's start.
+        resumed: the run folder holds what an earlier launch has made.
+        lock: of the run folder. None: another launcher has it.
         connection: to the launchers of other nodes.
-        lock: of the run folder.
         engine_on: None = the engine of this node.
     """
-    config, roles_started = plan.config, time.time()
+    config, path, roles_started = plan.config, plan.path, time.time()
     held, owner = lock.fileno() if lock else None, f"{path} node {plan.node_rank}"
     reaper = Reaper(mark := RunMark(), grace_s=REAPER_GRACE_S, lock=held, owner=owner)
     host = Host(run_dir=path, environment=environment_of(plan, reaper), mark=mark)
@@ -126,7 +108,7 @@ async def supervise(
         awaited=awaited_jobs(plan),
         training_done=follower.training_done,
         say=say,
-        report=(lambda: reports.complete(launched=started, started=roles_started)) if tracking else (lambda: None),
+        report=(lambda: reports.complete(launched=plan.started, started=roles_started)) if tracking else (lambda: None),
         peers=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
         standalone=config.debug.mode is not None or config.stage == "sft",

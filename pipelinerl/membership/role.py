@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelinerl.config.environment import checked_variables, drop_services
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import (
     EXIT_REFUSED,
@@ -35,7 +34,7 @@ from pipelinerl.errors import (
 from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.world.home import writable_folders
+from pipelinerl.world.environment import complete
 from pipelinerl.world.process import die_with_parent, in_utf8, own_rank, raise_open_files
 
 if TYPE_CHECKING:
@@ -111,15 +110,13 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
         signal.signal(number, lambda *_: stop.set())
     die_with_parent()
     raise_open_files()
-    dropped = drop_services(os.environ)  # a pod that starts one role has no launcher
     try:
-        os.environ.update(checked_variables(os.environ))
+        notes = complete(os.environ)  # a pod that starts one role has no launcher
     except ConfigError as error:
         leave(_code_of(error))
-    os.environ.update(writable_folders(os.environ))
     setup_role_logging(status_name(args.job))
-    if dropped:
-        log.info("event=services_dropped variables=%s", ",".join(dropped))
+    for note in notes:
+        log.info("event=environment_completed note=%s", note)
     leave(_run(main, args, stop))
 
 

@@ -11,12 +11,11 @@ import redis
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher import stream_epoch
-from pipelinerl.launcher.program import run_part, take_streams
+from pipelinerl.launcher import streams_at_start
+from pipelinerl.launcher.commands import role_command
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.running import RunPlan
+from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.membership.lease import LauncherNote
-from pipelinerl.observability.logging import logging_restored
 from pipelinerl.records import SamplesProcessed, TrainerMessage, topics
 from pipelinerl.streams import (
     SingleStreamSpec,
@@ -47,8 +46,8 @@ def external(run: Path, redis_options: dict[str, Any] | None) -> Iterator[Config
     config = config.model_copy(update={"streams": config.streams.model_copy(update=at)})
     with process_restored(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPELINERL_REDIS_PASSWORD", redis_options["password"])
-        patch.setattr(stream_epoch, "write_account", lambda run_dir, lost: None)
-        patch.setattr(stream_epoch, "look_into", lambda run_dir: nullcontext(backend_from_config(config, run_dir)))
+        patch.setattr(streams_at_start, "write_account", lambda run_dir, lost: None)
+        patch.setattr(streams_at_start, "look_into", lambda run_dir: nullcontext(backend_from_config(config, run_dir)))
         backend_from_config(config, run)
         for partition in range(2):
             with open_writer(SingleStreamSpec(run, topics.TRAINER, 0, partition), TrainerMessage) as trainer:
@@ -66,7 +65,7 @@ def test_streams_on_an_external_redis_are_deleted_by_one_node_only(
     run: Path, external: Config, owns_external: bool
 ) -> None:
     """A node that follows begins its epoch after the leader's roles have begun to write the new streams."""
-    stream_epoch.begin_epoch(run, external, lambda line: None, owns_external=owns_external)
+    streams_at_start.begin_epoch(run, external, lambda line: None, owns_external=owns_external)
     assert streams_of(run, external) == (0 if owns_external else 2)
     assert read_epoch(run).number == 2
 
@@ -80,8 +79,17 @@ def plan_of(config: Config, *kinds: str) -> RunPlan:
     node = Node(rank=0, hostname="127.0.0.1", devices=1)
     jobs = tuple(Job(name=f"{kind}_0", kind=kind) for kind in kinds)
     world = WorldMap(accelerator="cpu", nodes=(node,), jobs=jobs, master_port=1, weight_port=2, weight_ports=1)
-    container = {"model_path": "m", "tiny_model": None}
-    return RunPlan(config=config, container=container, world=world, node_rank=0, commands=())
+    return RunPlan(
+        config=config,
+        container={},
+        overrides=(),
+        command_of=role_command,
+        node_rank=0,
+        started=0.0,
+        world=world,
+        jobs=jobs,
+        commands=(),
+    )
 
 
 def test_new_run_does_not_go_on_with_the_streams_that_an_earlier_one_left_on_redis(run: Path, external: Config) -> None:
@@ -90,13 +98,15 @@ def test_new_run_does_not_go_on_with_the_streams_that_an_earlier_one_left_on_red
     with open(run / "lock", "w") as lock:
         claim = claim_of(run, lock)
         with pytest.raises(ConfigError, match=says("streams of an earlier run", "force_restart=true")):
-            take_streams(claim, plan_of(external, "actor"))
-        assert take_streams(claim_of(run, lock, resumed=True), plan_of(external, "actor"))
-        assert take_streams(claim, plan_of(external, "actor_llm")), "those that have streams are told by the lease"
+            streams_at_start.take(claim, plan_of(external, "actor"))
+        assert streams_at_start.take(claim_of(run, lock, resumed=True), plan_of(external, "actor"))
+        assert streams_at_start.take(claim, plan_of(external, "actor_llm")), (
+            "those that have streams are told by the lease"
+        )
         assert streams_of(run, external) == 2
-        assert not take_streams(claim, plan_of(forced, "actor"))
+        assert not streams_at_start.take(claim, plan_of(forced, "actor"))
         assert streams_of(run, external) == 0
-        assert not take_streams(claim, plan_of(external, "actor"))
+        assert not streams_at_start.take(claim, plan_of(external, "actor"))
 
 
 def test_redis_that_would_delete_streams_is_refused_before_anything_is_deleted(
@@ -110,13 +120,15 @@ def test_redis_that_would_delete_streams_is_refused_before_anything_is_deleted(
                 open(run / "lock", "w") as lock,
                 pytest.raises(ConfigError, match=says("maxmemory-policy", "allkeys-lru", "noeviction")),
             ):
-                take_streams(claim_of(run, lock), plan_of(forced, "actor"))
+                streams_at_start.take(claim_of(run, lock), plan_of(forced, "actor"))
             assert streams_of(run, external) == 2
         finally:
             server.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_node_that_follows_in_a_new_folder_does_not_go_on_with_old_streams(run: Path, external: Config) -> None:
-    note = LauncherNote(digest="d", secret_mark="m", marker=".launch-0", old_streams=True)
-    with logging_restored(), pytest.raises(ConfigError, match="on this node it is new, but redis"):
-        await run_part(plan_of(external, "finetune"), run / "new", note, 0.0, None)  # type: ignore[arg-type]
+def test_node_that_follows_in_a_new_folder_does_not_go_on_with_old_streams(run: Path, external: Config) -> None:
+    leader = LauncherNote(digest="d", secret_mark="m", marker=".launch-0", old_streams=True)
+    with open(run / "lock", "w") as lock:
+        streams_at_start.follow(claim_of(run, lock), plan_of(external, "actor_llm"), leader)
+        with pytest.raises(ConfigError, match="on this node it is new, but redis"):
+            streams_at_start.follow(claim_of(run, lock), plan_of(external, "finetune"), leader)

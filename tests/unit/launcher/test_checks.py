@@ -9,20 +9,23 @@ import pytest
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.launcher import checks, vllm_options
+from pipelinerl.launcher.commands import role_command
+from pipelinerl.launcher.run_plan import Experiment, RunPlan, plan_run
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
 from tests.says import says
 
 
-def start(*overrides: str, gpus: int = 8) -> checks.Start:
+def start(*overrides: str, gpus: int = 8) -> RunPlan:
     required = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b", "model_path=Qwen/Qwen2.5-7B"]
     container = to_container(compose("base", [*required, *overrides]))
     config = parse_container(container)
     node = Node(rank=0, hostname="127.0.0.1", devices=gpus)
     world = map_world(config, Cluster(accelerator="cuda", nodes=(node,)), check=False)
-    return checks.Start(
-        config=config, container=container, world=world, node_rank=0, path=Path("/nowhere"), overrides=overrides
+    asked = Experiment(
+        config=config, container=container, overrides=overrides, command_of=role_command, node_rank=0, started=0.0
     )
+    return plan_run(asked, world)
 
 
 def test_memory_plan_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,7 @@ def test_dry_run_for_another_machine_refuses_a_file_that_is_wrong_and_forgives_o
 ) -> None:
     file = machine / name
     planned = start("stage=sft", f"{key}={[str(file)] if key == 'sft.datasets' else file}")
-    assert planned.elsewhere, "there are no 8 GPUs here"
+    assert checks.is_for_elsewhere(planned), "there are no 8 GPUs here"
     (warning,) = [one for one in checks.run_checks(planned, only_shown=True) if "on this machine" in one]
     assert str(file) in warning
     with pytest.raises(PipelineRLError, match=name):

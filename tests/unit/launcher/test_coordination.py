@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,8 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.peers import LEADER, PeerPlan
-from pipelinerl.launcher.program import follow_epoch
 from pipelinerl.launcher.run_dir import Claim
+from pipelinerl.launcher.streams_at_start import follow
 from pipelinerl.membership.lease import LauncherNote
 from pipelinerl.membership.stores import FolderStore
 from pipelinerl.streams.epoch import read_epoch
@@ -80,14 +81,18 @@ async def test_error_of_a_launcher_is_in_its_lease(store: FolderStore) -> None:
 def test_node_that_follows_begins_an_epoch_with_its_leader_even_in_a_new_folder(tmp_path: Path, resumed: bool) -> None:
     """An actor in the new folder of a replaced node began the data anew, since it knew of no checkpoint."""
     given = ["output_dir=a", "dataset_loader=a.b", "actor.rollout_policy=a.b", "resume=checkpoint", "streams=redis"]
-    config = parse(compose("base", given))
+    world = SimpleNamespace(on_node=lambda rank: [SimpleNamespace(kind="actor")])
+    plan = SimpleNamespace(config=parse(compose("base", given)), world=world, node_rank=1)
+    new, gone_on = (
+        LauncherNote(digest="d", secret_mark="m", marker=".launch-0", resumed=resumed) for resumed in (False, True)
+    )
     with open(tmp_path / "lock", "w") as lock:
         claim = Claim(path=tmp_path, resumed=resumed, finished=False, lock=lock)
         if resumed:
             with pytest.raises(ConfigError, match=says("run folder", "node 0", "new")):
-                follow_epoch(claim, config, is_leader_resumed=False)
+                follow(claim, plan, new)
         else:
-            follow_epoch(claim, config, is_leader_resumed=False)
+            follow(claim, plan, new)
         assert read_epoch(tmp_path).number == 1
-        follow_epoch(claim, config, is_leader_resumed=True)
+        follow(claim, plan, gone_on)
     assert read_epoch(tmp_path).number == 2

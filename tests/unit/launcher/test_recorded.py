@@ -9,7 +9,7 @@ from benchmarks.synthetic_groups import make_groups
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher.recorded import check_recording, copy_streams
+from pipelinerl.launcher.streams_at_start import check_recording, copy_streams
 from pipelinerl.records import ActorRecord
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from tests.says import says

@@ -95,7 +95,7 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     works = iter([last(), beside()])
     with caplog.at_level(logging.ERROR):
         ending = await asyncio.wait_for(accompanied(supervisor, works, NoTopics()), 60)  # type: ignore[arg-type]
-        assert tell_ending(ending, tmp_path, config()) == 1
+        assert tell_ending(ending, config()) == 1
     assert (ending.kind, ending.reason) == ("failed", f"the launcher itself failed in {reason}")
     assert engine.is_stopped
     assert ending_record(ending).reason == ending.reason
@@ -111,8 +111,8 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     ],
 )
 def test_stopped_run_says_what_goes_on_with_it(
-    asked: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command would delete what it has made, or set the streams with its samples aside."""
-    tell_ending(Ending(kind="stopped", reason="SIGINT"), tmp_path, config(*asked))
-    assert f"stopped by SIGINT; {said} {tmp_path}" in capsys.readouterr().out.replace("\n", " ")
+    tell_ending(Ending(kind="stopped", reason="SIGINT"), config(*asked))
+    assert f"stopped by SIGINT; {said} x" in capsys.readouterr().out.replace("\n", " ")

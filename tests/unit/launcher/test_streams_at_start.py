@@ -14,7 +14,7 @@ from pipelinerl.config.load import RUN_CONFIG, load_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect import ledger
-from pipelinerl.launcher import program, stream_epoch
+from pipelinerl.launcher import streams_at_start
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.records import MicroBatch, OrderResumed, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
 from pipelinerl.records.order import DataOrder
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 def begin(run: Path) -> str:
     said: list[str] = []
-    stream_epoch.begin_epoch(run, load_run(run), said.append)
+    streams_at_start.begin_epoch(run, load_run(run), said.append)
     return "\n".join(said)
 
 
@@ -107,7 +107,7 @@ def config_with(ranks: int, *overrides: str) -> Config:
 
 def go_on(run: Path, config: Config) -> None:
     """What a launcher asks before it goes on with the streams of ``run``."""
-    stream_epoch.check_packing(run, config, build_world(config, {}))
+    streams_at_start.check_packing(run, config, build_world(config, {}))
 
 
 @pytest.mark.parametrize(
@@ -169,5 +169,5 @@ def test_launcher_refuses_other_ranks_before_it_writes_anything(run: Path) -> No
     plan: Any = SimpleNamespace(config=config_with(2, "streams=redis"), world=build_world(config_with(2), {}))
     build_world(config_with(1), {}).save(run)
     with (run / "lock").open("w") as lock, pytest.raises(ConfigError, match=r"resume=checkpoint"):
-        program.take_streams(Claim(path=run, resumed=True, finished=False, lock=lock), plan)
+        streams_at_start.take(Claim(path=run, resumed=True, finished=False, lock=lock), plan)
     assert WorldMap.load(run).trainer_world_size == 1
