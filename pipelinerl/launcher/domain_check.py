@@ -14,10 +14,7 @@ network is never certain.
 import argparse
 import asyncio
 import contextlib
-import json
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +35,7 @@ from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
+from pipelinerl.launcher.trial import answer
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.observability.logging import redacted
@@ -311,29 +309,26 @@ def deadline(timeout_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--timeout-s", type=float, required=True)
-    arguments = parser.parse_args()
-    container = json.load(sys.stdin)
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever the domain prints is not the answer
+def verdict_on(container: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     warnings: list[str] = []
     refusal = None
     try:
-        with deadline(arguments.timeout_s):
+        with deadline(timeout_s):
             check_domains(container, warnings)
     except OutOfTimeError:
-        taken_s = f"{arguments.timeout_s:g} s"
         warnings.append(
-            f"the domain's loader, rollouts or `actor.sampler` took more than {taken_s}: not checked further"
+            f"the domain's loader, rollouts or `actor.sampler` took more than {timeout_s:g} s: not checked further"
         )
     except DomainError as error:
         refusal = str(error)
-    verdict = {"refusal": refusal and redacted(refusal), "warnings": list(map(redacted, warnings))}
-    answer.write(json.dumps(verdict) + "\n")
-    answer.flush()
-    os._exit(0)  # threads that the domain left behind must not hold the launcher up
+    return {"refusal": refusal and redacted(refusal), "warnings": list(map(redacted, warnings))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--timeout-s", type=float, required=True)
+    timeout_s = parser.parse_args().timeout_s
+    answer(lambda container: verdict_on(container, timeout_s))
 
 
 if __name__ == "__main__":

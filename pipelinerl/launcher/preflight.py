@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,7 @@ from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
 from pipelinerl.domains.judge_prompt import judge_messages
 from pipelinerl.errors import ConfigError, DomainError
-from pipelinerl.launcher.commands import inherited_environment
-from pipelinerl.launcher.processes import describe_exit, run_helper
+from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.model_shape import find_context_limit
 
 DOMAIN_TIMEOUT_S = 14.0
@@ -50,17 +48,13 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     A check that cannot end in time is a warning: a busy machine is no reason against a run.
     `container` is the configuration together with the world's `jobs`.
     """
-    argv = [sys.executable, "-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S)]
+    module = ("-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S))
     try:
-        code, output, errors = run_helper(
-            argv, timeout_s=2 * DOMAIN_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
-        )
-    except subprocess.TimeoutExpired as slow:
-        return [f"the domain's functions were not checked: the check did not end within {slow.timeout:g} s"]
-    verdict = json.loads(output.strip().splitlines()[-1]) if code == 0 and output.strip() else None
-    if verdict is None:
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        raise DomainError(f"the domain's code ended the process that imported it ({describe_exit(code)}): {last}")
+        verdict = run_trial(*module, job=container, timeout_s=2 * DOMAIN_TIMEOUT_S)
+    except TrialTimeoutError as slow:
+        return [f"the domain's functions were not checked: the check did not end within {slow.timeout_s:g} s"]
+    except TrialError as error:
+        raise DomainError(f"the domain's code ended the process that imported it ({error.how}): {error}") from error
     if verdict["refusal"]:
         raise DomainError(verdict["refusal"])
     return list(verdict["warnings"])
@@ -68,11 +62,11 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def in_time(what: str) -> Iterator[None]:
-    """Refuses the configuration if the helper process in the block does not end in time."""
+    """Refuses the configuration if the trial in the block does not end in time."""
     try:
         yield
-    except subprocess.TimeoutExpired as slow:
-        raise ConfigError(f"{what} has not ended after {slow.timeout:g} s: correct it, or free the machine") from slow
+    except TrialTimeoutError as slow:
+        raise ConfigError(f"{what} {slow}: correct it, or free the machine") from slow
 
 
 def check_objective(config: Config, container: Mapping[str, Any]) -> None:
@@ -82,18 +76,14 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
     """
     if objective_is_default(config):
         return
-    argv = [sys.executable, "-m", "pipelinerl.launcher.objective_check"]
-    rl = config.finetune.rl
+    rl, module = config.finetune.rl, "pipelinerl.launcher.objective_check"
     with in_time(f"the trial of `finetune.rl.policy_loss` {rl.policy_loss} and `finetune.rl.advantage` {rl.advantage}"):
-        code, output, errors = run_helper(
-            argv, timeout_s=OBJECTIVE_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
-        )
-    if code != 0 or not output.strip():
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"the objective's code ended the process that tried it ({describe_exit(code)}): {last}")
-    refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
-    if refusal:
-        raise ConfigError(refusal)
+        try:
+            verdict = run_trial("-m", module, job=container, timeout_s=OBJECTIVE_TIMEOUT_S)
+        except TrialError as error:
+            raise ConfigError(f"the objective's code ended the process that tried it ({error.how}): {error}") from error
+    if verdict["refusal"]:
+        raise ConfigError(verdict["refusal"])
 
 
 def discard_broken_model(config: Config, say: Callable[[str], None]) -> None:
@@ -172,16 +162,16 @@ def check_companions() -> None:
     for package in COMPANIONS:
         if _kind_of_build(package) in (None, kind):
             continue
-        argv = [sys.executable, "-c", f"import {package}"]
         with in_time(f"the import of the installed {package}"):
-            code, _, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
-        if code != 0:
-            last = (errors.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(
-                f"the installed {package} cannot be loaded beside torch {version('torch')} ({last}), and models cannot "
-                f"be imported with it: run `pip uninstall {' '.join(COMPANIONS)}`, which models of text do not need, "
-                "or delete their folders after `pip install --target`, or install the builds of your torch"
-            )
+            try:
+                run_trial("-c", f"import {package}; print('{{}}')", timeout_s=COMPARE_TIMEOUT_S)
+            except TrialError as error:
+                raise ConfigError(
+                    f"the installed {package} cannot be loaded beside torch {version('torch')} ({error}), and models "
+                    f"cannot be imported with it: run `pip uninstall {' '.join(COMPANIONS)}`, which models of text do "
+                    "not need, or delete their folders after `pip install --target`, or install the builds of your "
+                    "torch"
+                ) from error
 
 
 def _kind_of_build(package: str) -> str | None:
@@ -294,7 +284,7 @@ def check_architecture(config: Config) -> None:
     if not described.is_file() or _is_plain(json.loads(described.read_text(encoding="utf-8"))):
         return
     finetune = config.finetune
-    argv = [sys.executable, "-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
+    argv = ["-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
     argv += ["--attention", finetune.attn_implementation, "--seq-parallel", str(finetune.seq_parallel)]
     longest = max_model_len(config)
     argv += ["--longest", str(longest)] * (longest is not None)
@@ -302,13 +292,14 @@ def check_architecture(config: Config) -> None:
     argv += ["--divides-experts"] * ((finetune.expert_ranks or 1) > 1)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
     with in_time(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation"):
-        code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
-    if code != 0 or not output.strip():
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {last}")
-    refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
-    if refusal:
-        raise ConfigError(refusal)
+        try:
+            verdict = run_trial(*argv, timeout_s=COMPARE_TIMEOUT_S)
+        except TrialError as error:
+            raise ConfigError(
+                f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {error}"
+            ) from error
+    if verdict["refusal"]:
+        raise ConfigError(verdict["refusal"])
 
 
 def _is_plain(described: Mapping[str, Any]) -> bool:

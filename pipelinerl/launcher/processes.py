@@ -257,44 +257,6 @@ class Reaper:
         self._pipe.flush()
 
 
-def run_helper(
-    argv: Sequence[str], *, timeout_s: float, stdin: str = "", env: Mapping[str, str]
-) -> tuple[int, str, str]:
-    """Run a helper process to its end and return its exit code, stdout and stderr.
-
-    A deadline or Ctrl-C during the wait ends the helper and all processes that it started.
-
-    Args:
-        stdin: text that the helper reads.
-        env: its whole environment, to which a mark and a temporary folder are added.
-
-    Raises:
-        subprocess.TimeoutExpired: the helper did not end within `timeout_s`.
-    """
-    mark = RunMark()
-    watchdog = Reaper(mark, grace_s=0)
-    process = subprocess.Popen(
-        kept(argv, math.inf),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        env={**env, **mark.variables("helper"), "TMPDIR": watchdog.temporary},
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(stdin, timeout=timeout_s)
-        return process.returncode, output, errors
-    finally:
-        reaper.sweep(mark.run, grace_s=0)
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream:
-                stream.close()
-        watchdog.dismiss()
-
-
 def stop_roles(
     processes: Mapping[str, subprocess.Popen[bytes]],
     timeouts_s: Mapping[str, float],

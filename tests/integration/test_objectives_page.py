@@ -22,6 +22,7 @@ from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher import objective_check, preflight
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.preprocess.advantages import find_advantage, group_advantages
+from pipelinerl.testing.losses import check_loss, compare_with_one_at_a_time
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "objectives.md"
 BLOCK = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -239,7 +240,6 @@ def test_loss_that_is_no_number_for_a_large_ratio_is_refused_for_that(
         objective_check.check_objective(config("finetune.rl.policy_loss=marked_log.marked"))
 
 
-SHARED = ("finetune.seq_parallel=2", "world.finetune_fraction=2")
 OFF_WHEN_SHARED = {
     "running_sum": (
         "-tokens.weight_K * torch.stack([(segments == s) * (logprobs_K * (segments == s)).cumsum(0) for s in "
@@ -275,11 +275,11 @@ def test_loss_that_needs_whole_sequences_is_refused_where_ranks_share_them(
     body, message = OFF_WHEN_SHARED[case]
     write_marked(tmp_path, f"{case}_shared", body, mark="", parameters="logprobs_K, tokens, segments")
     monkeypatch.syspath_prepend(str(tmp_path))
-    alone = f"finetune.rl.policy_loss=marked_{case}_shared.marked"
-    objective_check.check_objective(config(alone))
-    for correction in ((), ("finetune.rl.sequence_mis=2",)):  # which drops a sequence: the others are shared, too
+    loss = f"marked_{case}_shared.marked"
+    check_loss(loss)
+    for correction in ({}, {"sequence_mis": 2.0}):  # which drops a sequence: the others are shared, too
         with pytest.raises(ConfigError, match=rf"seq_parallel.*{message}"):
-            objective_check.check_objective(config(alone, *SHARED, *correction))
+            check_loss(loss, ranks=2, **correction)
 
 
 def test_rank_may_take_the_reward_of_a_sequence_from_any_of_its_tokens(
@@ -288,24 +288,23 @@ def test_rank_may_take_the_reward_of_a_sequence_from_any_of_its_tokens(
     body = "-tokens.weight_K * logprobs_K * torch.zeros(3).index_put((segments,), rewards)[segments]"
     write_marked(tmp_path, "reward", body, mark="", parameters="logprobs_K, tokens, segments, rewards")
     monkeypatch.syspath_prepend(str(tmp_path))
-    objective_check.check_objective(config("finetune.rl.policy_loss=marked_reward.marked", *SHARED))
+    check_loss("marked_reward.marked", ranks=2)
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_builtin_losses_and_means_over_a_sequence_may_be_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
-    objective_check.compare_with_ranks(LossSettings(policy_loss=loss))
+    check_loss(loss, ranks=2)
     write_marked(tmp_path, f"mean_{loss}", "-tokens.weight_K * tokens.sequence_mean(logprobs_K) * logprobs_K", mark="")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for correction in ((), ("finetune.rl.sequence_mis=2",), ("finetune.rl.veto=1e-4",)):
-        cfg = config(f"finetune.rl.policy_loss=marked_mean_{loss}.marked", *SHARED, *correction)
-        objective_check.check_objective(cfg)
+    for correction in ({}, {"sequence_mis": 2.0}, {"veto": 1e-4}):
+        check_loss(f"marked_mean_{loss}.marked", ranks=2, **correction)
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "decoupled_ppo", "gspo"])
 def test_builtin_losses_keep_their_mark(loss: str) -> None:
-    objective_check.compare_with_one_at_a_time(LossSettings(policy_loss=loss))
+    compare_with_one_at_a_time(LossSettings(policy_loss=loss))
 
 
 def test_every_builtin_loss_declares_the_keys_that_it_takes() -> None:

@@ -22,8 +22,9 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import processes, reaper, run_dir
-from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
+from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, wait_for_exit
 from pipelinerl.launcher.stopping import Stopper
+from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.observability.status import STATUS_DIR
 from pipelinerl.world.process import kept
 from tests.escapes import ESCAPES, escape, is_alive
@@ -303,20 +304,32 @@ def test_run_folder_of_a_living_launcher_is_refused_at_once(tmp_path: Path) -> N
             run_dir.take_lock(theirs, tmp_path)
 
 
-def test_run_helper_deadline_ends_all_that_it_started() -> None:
+def test_trial_deadline_ends_all_that_it_started() -> None:
     started = time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_helper([sys.executable, "-c", FORKING], timeout_s=1.0, env=dict(os.environ))
+    with pytest.raises(TrialTimeoutError, match="has not ended after 1 s"):
+        run_trial("-c", FORKING, timeout_s=1.0)
     assert time.monotonic() - started < 60
 
 
-def test_run_helper_returns_code_and_streams() -> None:
-    code = "import sys; print(sys.stdin.read().upper()); print('e', file=sys.stderr); sys.exit(3)"
-    assert run_helper([sys.executable, "-c", code], timeout_s=120, stdin="in", env=dict(os.environ)) == (
-        3,
-        "IN\n",
-        "e\n",
+def test_trial_answers_its_job_whatever_else_it_prints() -> None:
+    code = (
+        "from pipelinerl.launcher.trial import answer\nanswer(lambda job: (print('noise'), {'twice': 2 * job['n']})[1])"
     )
+    assert run_trial("-c", code, job={"n": 4}, timeout_s=120) == {"twice": 8}
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "last"),
+    [
+        ("import sys; print(1); print('e', file=sys.stderr); sys.exit(3)", "exit code 3", "e"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", "no message"),
+        ("pass", "exit code 0", "no message"),
+    ],
+)
+def test_trial_without_an_answer_says_how_it_ended(code: str, how: str, last: str) -> None:
+    with pytest.raises(TrialError) as error:
+        run_trial("-c", code, timeout_s=120)
+    assert (error.value.how, str(error.value)) == (how, last)
 
 
 async def test_wait_for_exit_returns_the_code() -> None:
