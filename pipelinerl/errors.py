@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)     the configuration, before anything starts
     ├── WorldError (ValueError)      an impossible placement, with the numbers
     ├── DomainError (ValueError)     a user's loader or rollout function broke its contract
+    │   └── DatasetError             a data set cannot be used, with its name
     ├── RecordError (ValueError)     a record that may not reach a gradient, with its identity
     ├── StreamError                  a topic cannot be read or written
     │   └── CorruptStreamError       bytes that fail their frame or checksum
@@ -62,6 +63,14 @@ class WorldError(PipelineRLError, ValueError):
 
 class DomainError(PipelineRLError, ValueError):
     """A dataset loader or rollout function broke its contract."""
+
+
+class DatasetError(DomainError):
+    """A data set cannot be used. ``names``: those that this may be about, as the configuration names them."""
+
+    def __init__(self, message: str, *names: str):
+        super().__init__(message)
+        self.names = names
 
 
 class RecordError(PipelineRLError, ValueError):

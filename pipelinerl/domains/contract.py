@@ -19,7 +19,7 @@ from pipelinerl.config.sections import Config, DomainSection, SubsetSection
 from pipelinerl.config.variables import references, with_values
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.domains.rewards import with_both_spellings
-from pipelinerl.errors import ConfigError, DomainError
+from pipelinerl.errors import ConfigError, DatasetError, DomainError
 
 ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
 
@@ -61,7 +61,9 @@ class Domain:
             names: data sets to load.
             needed_for: configuration key of the names, if the run cannot do without problems. Empty: it can.
         Raises:
-            DomainError: the loader cannot be imported or called, raises, or returns anything but dicts.
+            DomainError: the loader cannot be imported or called.
+            DatasetError: it raises, or returns anything but dicts. Its names are those of the data set that it could
+                not use. They are all names where it does not say which, and none for an error of the machine.
         """
         key, dotted = self.key("dataset_loader"), self.section.dataset_loader
         given = self.section.dataset_loader_params
@@ -74,19 +76,23 @@ class Domain:
             returned = loader(list(names), **params)
             problems = list(returned) if not isinstance(returned, (dict, str)) and returned is not None else None
         except Exception as error:  # the user's function
-            raise DomainError(f"`{key}` is {dotted}: loading {list(names)} raised {describe_error(error)}") from error
+            about = error.names if isinstance(error, DatasetError) else () if isinstance(error, OSError) else names
+            text = f"`{key}` is {dotted}: loading {list(names)} raised {describe_error(error)}"
+            raise DatasetError(text, *about) from error
         if problems is None:
             kind = type(returned).__name__
-            raise DomainError(f"`{key}` is {dotted}: it must return a list of dicts, not {kind}, for {list(names)}")
+            text = f"`{key}` is {dotted}: it must return a list of dicts, not {kind}, for {list(names)}"
+            raise DatasetError(text, *names)
         for index, problem in enumerate(problems):
             if not isinstance(problem, dict):
-                raise DomainError(
+                raise DatasetError(
                     f"`{key}` is {dotted}: problem {index} of {list(names)} is {type(problem).__name__} "
-                    f"({repr(problem)[:100]}); every problem must be a dict"
+                    f"({repr(problem)[:100]}); every problem must be a dict",
+                    *names,
                 )
         self._check_free_of_secrets(problems, references({"dataset_loader_params": given}))
         if not problems and needed_for:
-            raise DomainError(f"`{key}` is {dotted}: it returned no problems for {needed_for}={list(names)}")
+            raise DatasetError(f"`{key}` is {dotted}: it returned no problems for {needed_for}={list(names)}", *names)
         return problems
 
     def _check_free_of_secrets(self, problems: Sequence[Problem], names: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from pipelinerl.config.origin import DATA_ENDING, data_file
 from pipelinerl.domains.json_text import parse
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DatasetError, DomainError
 from pipelinerl.world.disk import matching
 
 log = logging.getLogger(__name__)
@@ -97,19 +97,19 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
         name: see the module's docstring.
         streaming: read a Hugging Face data set as a stream instead of downloading it.
     Raises:
-        DomainError: the data set does not exist, cannot be reached or read, or a row has no columns.
+        DatasetError: it does not exist, cannot be reached or read, or a row has no columns.
     """
     try:
         for index, row in enumerate(raw_rows(name, streaming)):
             if not isinstance(row, dict):
                 raise DomainError(f"dataset {name!r}: row {index} is {type(row).__name__}, not an object with columns")
             yield row
-    except DomainError:
-        raise
+    except DomainError as error:
+        raise DatasetError(str(error), name) from error
     except (OSError, EOFError, ValueError, csv.Error, zlib.error, RecursionError) as error:
         fixes = {UnicodeDecodeError: "; save it as UTF-8", csv.Error: "; close its quotes"}
         advice = fixes.get(type(error), "")
-        raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}{advice}") from error
+        raise DatasetError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}{advice}", name) from error
 
 
 def raw_rows(name: str, streaming: bool) -> Iterator[Any]:

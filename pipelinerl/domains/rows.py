@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DatasetError, DomainError
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +65,12 @@ class RowReport:
         self.left_out[error.reason] += 1
         self.examples.setdefault(error.reason, f"row {index}: {error.detail}" if error.detail else f"row {index}")
 
-    def refusal(self, advice: str) -> DomainError:
+    def refusal(self, advice: str) -> DatasetError:
         """The error that too many rows are left out. ``advice``: what to do about it."""
-        return DomainError(
+        return DatasetError(
             f"dataset {self.dataset!r}: {self.left_out.total()} of {self.kept + self.left_out.total()} rows cannot be "
-            f"used: {'; '.join(self.lines())}. {advice}"
+            f"used: {'; '.join(self.lines())}. {advice}",
+            self.dataset,
         )
 
 

@@ -25,12 +25,11 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
-from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
 from pipelinerl.config.variables import with_values
 from pipelinerl.config.versions import unsupported
 from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
-from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.errors import ConfigError, DatasetError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.conversations import check_conversations
@@ -96,7 +95,7 @@ def run_checks(
         try:
             warnings += machine_check(plan)
         except PipelineRLError as error:
-            if not forgiving or is_of_a_file_here(str(error), plan.config):
+            if not forgiving or is_of_a_file_here(error):
                 raise
             warnings.append(f"on this machine: {error}")
     return warnings
@@ -111,26 +110,15 @@ def is_for_elsewhere(plan: RunPlan) -> bool:
     return False
 
 
-def is_of_a_file_here(refusal: str, config: Config) -> bool:
-    """Whether a refusal is about a data set or chat template of this machine, and not about one that is elsewhere.
+class WrongFileError(ConfigError):
+    """A file that is here cannot be used. No other machine would take it."""
 
-    That of a loader names all data sets, and behind `raised` the one that it is about, if it knows.
-    """
-    from pipelinerl.domains.contract import domains_of
 
-    names = [*config.sft.datasets, *config.sft.test_datasets]
-    for domain in domains_of(config):
-        names += [*domain.section.train_dataset_names, *domain.section.test_dataset_names]
-    paths = {name: local[0] if (local := data_file(name)) else "" for name in names}
-    paths |= {name: name for name in (config.llm.chat_template, config.test_llm.chat_template) if name is not None}
-    found = {
-        name: [path for path in (path, *(matching(path) if path else ())) if os.path.exists(path)]
-        for name, path in paths.items()
-    }
-    about = refusal.rpartition(" raised ")[2]
-    return any(file in refusal for files in found.values() for file in files) and not any(
-        repr(name) in about for name, files in found.items() if not files
-    )
+def is_of_a_file_here(error: PipelineRLError) -> bool:
+    """Whether a refusal is about a data set or chat template of this machine, and not about one that is elsewhere."""
+    names = error.names if isinstance(error, DatasetError) else ()
+    files = [local[0] for name in names if (local := data_file(name))]
+    return isinstance(error, WrongFileError) or any(os.path.exists(file) or matching(file) for file in files)
 
 
 def variables(plan: RunPlan) -> list[str]:
@@ -424,7 +412,8 @@ def templates(plan: RunPlan) -> list[str]:
             _compile_jinja_template(Path(chosen).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, TemplateError) as error:
             said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(
+            kind = WrongFileError if os.path.exists(chosen) else ConfigError
+            raise kind(
                 f"`{name}.chat_template` is {chosen!r}: {said}; give the path of a Jinja template in UTF-8"
             ) from error
     return []

@@ -1,9 +1,9 @@
 """Tries the domain before the run does: `python -m pipelinerl.launcher.domain_check < configuration as JSON`.
 
 Imports the rollout function and the loader, checks how they can be called, loads the problems and plays a few rollouts
-against a scripted model. Prints one JSON object {"refusal": text or null, "warnings": [text]} as its last line. It
-refuses only what would fail in the run as well, and metrics that the run would have to leave out. A slow loader or a
-service that is not up gives a warning.
+against a scripted model. Answers {"refusal": text or null, "names": of the data sets that it is about, "warnings":
+[text]}. It refuses only what would fail in the run as well, and metrics that the run would have to leave out. A slow
+loader or a service that is not up gives a warning.
 
 A `TrialFailure` of these rollouts is *certain* only if the run would fail in the same way: the domain asks a problem
 for a key that the loader did not provide, returns something other than a `RolloutResult`, or raises the same error at
@@ -33,7 +33,7 @@ from pipelinerl.config.rules.experiment import METRIC_GROUPS, METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
-from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
+from pipelinerl.errors import DatasetError, DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.launcher.trial import answer
 from pipelinerl.llm import TrainableLLM
@@ -311,7 +311,7 @@ def deadline(timeout_s: float) -> Iterator[None]:
 
 def verdict_on(container: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     warnings: list[str] = []
-    refusal = None
+    refusal, names = None, ()
     try:
         with deadline(timeout_s):
             check_domains(container, warnings)
@@ -320,8 +320,8 @@ def verdict_on(container: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             f"the domain's loader, rollouts or `actor.sampler` took more than {timeout_s:g} s: not checked further"
         )
     except DomainError as error:
-        refusal = str(error)
-    return {"refusal": refusal and redacted(refusal), "warnings": list(map(redacted, warnings))}
+        refusal, names = str(error), error.names if isinstance(error, DatasetError) else ()
+    return {"refusal": refusal and redacted(refusal), "names": names, "warnings": list(map(redacted, warnings))}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pipelinerl.config.rules.objective import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
 from pipelinerl.domains.judge_prompt import judge_messages
-from pipelinerl.errors import ConfigError, DomainError
+from pipelinerl.errors import ConfigError, DatasetError, DomainError
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.model_shape import find_context_limit
 
@@ -56,7 +56,7 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     except TrialError as error:
         raise DomainError(f"the domain's code ended the process that imported it ({error.how}): {error}") from error
     if verdict["refusal"]:
-        raise DomainError(verdict["refusal"])
+        raise DatasetError(verdict["refusal"], *verdict["names"])
     return list(verdict["warnings"])
 
 

@@ -6,7 +6,7 @@ rows come from the archive alone.
 
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.alarms import Alarm
@@ -16,10 +16,6 @@ from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_se
 from pipelinerl.observability.archive import read_archive
 from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread
 from pipelinerl.records import ArchivedStep
-
-if TYPE_CHECKING:
-    from pipelinerl.inspect.decode import TokenText
-
 
 COLUMNS = (
     *("step", "sample", "domain", "problem", "text", "reward", "advantage", "success", "fate", "lag", "tokens"),

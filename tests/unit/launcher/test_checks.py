@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
-from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.domains import contract
+from pipelinerl.errors import ConfigError, DatasetError, PipelineRLError
 from pipelinerl.launcher import checks, vllm_options
 from pipelinerl.launcher.commands import role_command
 from pipelinerl.launcher.run_plan import Experiment, RunPlan, plan_run
@@ -80,21 +81,27 @@ def test_dry_run_for_another_machine_refuses_a_file_that_is_wrong_and_forgives_o
 @pytest.mark.parametrize(
     ("error", "refused"),
     [
-        ("KeyError: 'answer'", True),
-        ("DomainError: dataset 'HERE': 1 of 1 rows cannot be used", True),
-        ("DomainError: dataset '/data/missing.jsonl': no such file or folder", False),
-        ("ConnectionError: 'some/set' cannot be reached", False),
+        (KeyError("answer"), True),
+        (DatasetError("1 of 1 rows cannot be used", "rows.jsonl"), True),
+        (DatasetError("no such file or folder", "/data/missing.jsonl"), False),
+        (DatasetError("it cannot be reached", "some/set"), False),
+        (ConnectionError("cannot be reached"), False),
     ],
 )
 def test_loaders_refusal_is_forgiven_where_it_is_about_another_data_set(
-    error: str, refused: bool, tmp_path: Path
+    error: Exception, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = tmp_path / "rows.jsonl"
-    here.touch()
-    names = [str(here), "/data/missing.jsonl", "some/set"]
-    config = start(f"train_dataset_names={names}", "test_dataset_names=[]").config
-    said = f"`dataset_loader` is a.b: loading {names} raised {error.replace('HERE', str(here))}"
-    assert checks.is_of_a_file_here(said, config) is refused
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+
+    def load(names: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(contract, "resolve_function", lambda dotted: load)
+    (domain,) = contract.domains_of(start().config)
+    with pytest.raises(DatasetError, match="loading") as raised:
+        domain.problems(["rows.jsonl", "/data/missing.jsonl", "some/set"])
+    assert checks.is_of_a_file_here(raised.value) is refused
 
 
 def test_template_without_a_path_may_be_the_tokenizers(machine: Path) -> None:
