@@ -1,4 +1,4 @@
-"""Bounds the logs of this node's roles on the disk and reads their last lines.
+"""Bounds the logs of this node's roles on the disk, and finds in one why its role ended.
 
 A role writes to a descriptor that it inherited, so its log is copied and truncated instead of renamed. A line that is
 written between the copy and the truncation is lost.
@@ -7,11 +7,21 @@ written between the copy and the truncation is lost.
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+ROLE_FAILED = "event=role_failed reason="
+"""What the last log line of a failed role says before the error (`observability.role`)."""
+ABOVE = re.compile("root cause|error is above")
+"""In the last words of a server whose engine, a process of its own, has failed."""
+ENGINE_LINE = re.compile(r"(?:(\((?:Engine|\w*Worker)[^)]* pid=\d+\)) ERROR [^]]*\] ?)?(.*)", re.DOTALL)
+"""The process and the words of a line of an engine or of its workers. No process: any other line."""
+LEVEL = re.compile(r"(?:\([^)]*\) )?(?:[\d.:-]+ |\[)*(DEBUG\b|INFO\b|WARNING\b|ERROR\b|CRITICAL\b|[IWEF]\d{4} )")
+"""The level of a line: of ours, of vLLM's after the process's name, and of torch's C++ libraries after a bracket."""
 
 
 def earlier(path: Path) -> Path:
@@ -54,3 +64,44 @@ def last_lines(path: Path, tail_bytes: int) -> list[str]:
         if missing <= 0:
             break
     return [line.rstrip() for line in text.decode(errors="replace").splitlines() if line.strip()]
+
+
+def last_error_line(log_path: Path, tail_bytes: int = 2**18, *, since: int = 0) -> str:
+    """Return the line of a log that best explains why its role ended: its last error, never a warning or a note.
+
+    A line without a level is an error if it names one, as the last line of a traceback does. If there is none, the
+    last line is it, unless it is a note: `Killed`. Bytes before ``since`` are left out, if the log was not cut.
+    """
+    newer = length_of(log_path) - since
+    lines = last_lines(log_path, min(newer, tail_bytes) if since and newer >= 0 else tail_bytes)
+    errors, is_note = [], False
+    for line in lines:
+        if level := LEVEL.match(line):
+            is_note = level[1][0] not in "ECF"
+        elif not line[0].isspace():
+            is_note = False
+        if not is_note and (level or "Error: " in line or "error: " in line):
+            errors.append(line)
+    for line in reversed(errors):
+        if ROLE_FAILED in line:
+            reason = line.partition(ROLE_FAILED)[2]
+            return (first_raised(lines) if ABOVE.search(reason) else "") or reason
+    if errors:
+        return errors[-1]
+    if lines and not is_note:
+        return lines[-1]
+    return "no error in its log" if lines else "its log is empty"
+
+
+def first_raised(lines: Iterable[str]) -> str:
+    """Return the first exception that a server's engine logged, or that ended its process. Empty if there is none."""
+    tracebacks, found, before = set[str](), dict[bool, str](), ""
+    for line in lines:
+        process, text = ENGINE_LINE.findall(line)[0]
+        if text.startswith("Traceback (") and (process or before.startswith("Process ")):
+            tracebacks.add(process)
+        elif process in tracebacks and text[:1].strip() and (process or not LEVEL.match(text)):
+            tracebacks.discard(process)
+            found.setdefault(bool(process), text)
+        before = line
+    return found.get(True) or found.get(False, "")

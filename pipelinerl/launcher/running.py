@@ -94,7 +94,9 @@ async def supervise(
     config, path, roles_started = plan.config, plan.path, time.time()
     held, owner = lock.fileno() if lock else None, f"{path} node {plan.node_rank}"
     reaper = Reaper(mark := RunMark(), grace_s=REAPER_GRACE_S, lock=held, owner=owner)
-    host = Host(run_dir=path, environment=environment_of(plan, reaper), mark=mark)
+    bypass(os.environ, plan.world.hosts)
+    environment = inherited_environment(os.environ) | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
+    host = Host(run_dir=path, environment=environment, mark=mark)
     backend_from_config(config, path)
     tracking = None if plan.node_rank else RunTracking(config, path)
     reports = RunReports(config, path, say, tracking)
@@ -105,7 +107,7 @@ async def supervise(
         engine_on(host) if engine_on else LocalEngine(host, [c.name for c in plan.commands], config.launcher, say),
         run_dir=path,
         limits=config.launcher,
-        awaited=awaited_jobs(plan),
+        awaited=[job.name for job in plan.world.get(working_kind(config))],
         training_done=follower.training_done,
         say=say,
         report=(lambda: reports.complete(launched=plan.started, started=roles_started)) if tracking else (lambda: None),
@@ -151,11 +153,6 @@ def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[No
     return voice.live(RunLine(path, plan.config.finetune.max_train_steps, has_rollouts=has_rollouts))
 
 
-def awaited_jobs(plan: RunPlan) -> list[str]:
-    """Names of the jobs whose end is the end of the run."""
-    return [job.name for job in plan.world.get(working_kind(plan.config))]
-
-
 def work_beside(
     plan: RunPlan, host: Host, supervisor: Supervisor, reaper: Reaper, connection: Coordination | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
@@ -168,12 +165,6 @@ def work_beside(
         yield build_model(plan.config, host, supervisor)
     if connection:
         yield connection.follow(supervisor)
-
-
-def environment_of(plan: RunPlan, reaper: Reaper) -> dict[str, str]:
-    """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
-    bypass(os.environ, plan.world.hosts)
-    return inherited_environment(os.environ) | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
 
 
 def adopt_secrets(plan: RunPlan) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.alarms import Alarm
-from pipelinerl.inspect.decode import TokenText
+from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.rollouts import whole_text
 from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_sequences
 from pipelinerl.observability.archive import read_archive
@@ -90,15 +90,12 @@ class RunTracking:
 
 def send_table(tracker: Tracker, *, run_dir: Path, step: int) -> None:
     """Send the table of one step's rollouts."""
-
     rows = sample_rows(run_dir, step, token_text_of(run_dir))
     if rows:
         tracker.table(f"{KIND}/rollouts", COLUMNS, rows, step + 1)
 
 
 @cache
-def token_text_of(run_dir: Path) -> "TokenText":
+def token_text_of(run_dir: Path) -> TokenText:
     """The run's tokenizer, or numbers in its place."""
-    from pipelinerl.inspect.decode import text_or_numbers
-
     return text_or_numbers(run_dir)

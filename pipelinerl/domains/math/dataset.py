@@ -12,7 +12,7 @@ from pipelinerl.domains.columns import answer_of, checked_columns, is_filled, qu
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.math.reference import final_answer, judged_reference
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DatasetError
 
 Row = dict[str, Any]
 TESTS = (
@@ -130,9 +130,10 @@ def named_rows(name: str, streaming: bool) -> Iterator[Row]:
                 if entry.keep is None or entry.keep(row):
                     yield row
             except (KeyError, IndexError, TypeError) as error:
-                raise DomainError(
+                raise DatasetError(
                     f"dataset {name!r} ({entry.source}): row {index} is not as it was published: "
-                    f"{type(error).__name__}: {error}, its columns are {sorted(row)}"
+                    f"{type(error).__name__}: {error}, its columns are {sorted(row)}",
+                    name,
                 ) from error
 
 

@@ -23,7 +23,7 @@ from pipelinerl.launcher.gpu_check import verdicts
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, GpuVerdict
-from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.plan.memory import trainer_items, utilization
 from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
