@@ -34,6 +34,7 @@ from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.conversations import check_conversations
 from pipelinerl.launcher.existing_servers import check_existing
+from pipelinerl.launcher.processes import TEMPORARY_PREFIX
 from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.running import say, voice
 from pipelinerl.launcher.streams_at_start import check_recording
@@ -54,6 +55,7 @@ from pipelinerl.world.proxies import check_proxy
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
 NEARLY_FULL = 0.95
+"""Measured peaks are 0.95 to 1.02 of the plan (docs/testing.md)."""
 SPARE_BYTES = 256 * 2**20
 """For streams, logs and metrics."""
 
@@ -61,8 +63,8 @@ LARGEST_SOCKET_PATH = 107
 """Bytes of a unix socket's path on Linux (`sun_path`), without the zero at its end."""
 SOCKET_NAME_BYTES = len("/") + len(str(uuid.UUID(int=0)))
 """Of a socket that vLLM makes in its folder."""
-TEMPORARY_BYTES = len("/prl-01234567")
-"""Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself."""
+TEMPORARY_BYTES = len(f"/{TEMPORARY_PREFIX}") + 8
+"""Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself: `tempfile` adds eight."""
 
 
 StartCheck = Callable[[RunPlan], list[str]]

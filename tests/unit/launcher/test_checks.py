@@ -42,6 +42,31 @@ def test_memory_plan_that_fits_passes_and_unknown_sizes_too(monkeypatch: pytest.
     assert checks.memory(start()) == []
 
 
+@pytest.mark.parametrize(("percent", "warned"), [(94, False), (96, True)])
+def test_memory_plan_that_nearly_fills_the_trainers_device_is_a_warning(
+    percent: int, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = SimpleNamespace(kind="finetune", fits=True, total=percent, capacity=100)
+    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [140 * GIB] * 8)
+    monkeypatch.setattr(checks, "memory_plan", lambda *_: (need,))
+    assert bool(checks.memory(start())) is warned
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "found"), [(255 + 14, "refused"), (257 + 14, "warned"), (255 + 3 * 14, "warned"), (257 + 3 * 14, "")]
+)
+def test_disk_has_room_for_a_checkpoint_and_256_mb(free_mb: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 2**20 parameters takes 14 MB. The run keeps two, and one is in the making."""
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mb << 20))
+    monkeypatch.setattr(checks, "find_model_shape", lambda _: SimpleNamespace(parameters=1 << 20))
+    asked = start("finetune.keep_checkpoints=2")
+    if found == "refused":
+        with pytest.raises(ConfigError, match=says("output_dir", "GiB free")):
+            checks.disk(asked)
+    else:
+        assert bool(checks.disk(asked)) is (found == "warned")
+
+
 def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
     assert checks.memory in checks.OF_THIS_MACHINE
 
