@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.errors import ConfigError
-from pipelinerl.launcher import preflight
+from pipelinerl.errors import ConfigError, DatasetError
+from pipelinerl.launcher import domain_check, preflight
 from pipelinerl.launcher.preflight import (
     _is_plain,
     check_companions,
@@ -166,3 +166,15 @@ def test_damaged_model_of_others_is_refused_by_name_and_stays(tmp_path: Path) ->
     discard_broken_model(config, lambda line: None)
     with pytest.raises(ConfigError, match=says(tmp_path / "config.json", "is damaged", "line 1")):
         check_context(config)
+
+
+def test_refusal_of_a_domain_names_its_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(container: dict, warnings: list[str]) -> None:
+        raise DatasetError("row 7 is no problem", "rows.jsonl")
+
+    monkeypatch.setattr(domain_check, "check_domains", refuse)
+    child = lambda *_, job, timeout_s: json.loads(json.dumps(domain_check.verdict_on(job, timeout_s)))  # noqa: E731
+    monkeypatch.setattr(preflight, "run_trial", child)
+    with pytest.raises(DatasetError, match="row 7") as refused:
+        preflight.check_domain({})
+    assert refused.value.names == ("rows.jsonl",)
