@@ -311,7 +311,8 @@ def deadline(timeout_s: float) -> Iterator[None]:
 
 def verdict_on(container: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     warnings: list[str] = []
-    refusal, names = None, ()
+    refusal: str | None = None
+    names: tuple[str, ...] = ()
     try:
         with deadline(timeout_s):
             check_domains(container, warnings)
