@@ -3,7 +3,7 @@
 vulture finds them. Three things make its answer one for this package:
 
 - A name in a string is a use: losses, engines, trackers and domains are named in configurations and tables.
-- Modules beside the folders are for users, who call what the package does not.
+- Modules beside the folders, and those of `testing`, are for users, who call what the package does not.
 - Variables and attributes are left out. Fields of records and settings are read by their names at run time.
 
 Who calls the names that vulture cannot see stands in `pyproject.toml`, `[tool.vulture]`.
@@ -40,7 +40,7 @@ def dead(package: Path, settings: dict) -> list[str]:
     return [
         f"{Path(item.filename).relative_to(package.parent)}:{item.first_lineno}: {item.message}"
         for item in vulture.get_unused_code()
-        if item.typ in KINDS and Path(item.filename).parent != package
+        if item.typ in KINDS and Path(item.filename).parent not in (package, package / "testing")
     ]
 
 
