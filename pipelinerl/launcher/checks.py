@@ -68,7 +68,7 @@ TEMPORARY_BYTES = len(f"/{TEMPORARY_PREFIX}") + 8
 
 
 StartCheck = Callable[[RunPlan], list[str]]
-"""Returns warnings and raises a `PipelineRLError` to refuse the plan."""
+"""Returns warnings and raises a `PipelineRLError` to refuse the start."""
 
 
 def checked(plan: RunPlan) -> RunPlan:
