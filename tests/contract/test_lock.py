@@ -44,7 +44,7 @@ def own_requirements(*extras: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("platform", install.PLATFORMS)
-def test_a_line_is_a_pin(platform: str) -> None:
+def test_every_line_of_a_lock_is_a_pin(platform: str) -> None:
     first, *lines = (ROOT / "requirements" / f"{platform}.lock").read_text().splitlines()
     assert first.startswith("# Written by `make lock`. Extras: ")
     assert [

@@ -108,7 +108,7 @@ class JudgeSection(Section):
     temperature: NonNegativeFloat = entry_key(0.0, "chat: of its sampling")
     max_tokens: PositiveInt = entry_key(1024, "chat: longest opinion")
     max_answer_chars: PositiveInt = entry_key(
-        20_000, "characters of an answer that it reads. A longer one is cut, and it is told so"
+        20_000, "characters of an answer that it reads. Longer answers are truncated; the prompt says so"
     )
     concurrency: PositiveInt = entry_key(64, "requests at a time per rollout worker", may_change=True)
     timeout_s: PositiveFloat = entry_key(120, "longest time of one request", may_change=True)
@@ -127,8 +127,8 @@ class TeacherSection(Section):
     )
     ema: float | None = entry_key(
         None,
-        "share of its weights that it keeps in every optimizer step, the rest is the policy's: an exponential moving "
-        "average of the policy, from the run's start on. Null = its weights stay",
+        "decay of the moving average: teacher = ema · teacher + (1 − ema) · policy in every optimizer step, from the "
+        "run's start on. Null = its weights stay",
         ge=0,
         lt=1,
     )
@@ -215,8 +215,8 @@ class Config(Section):
     attempts: PositiveInt = key(8, "rollouts of one problem, the group over which the advantage is taken")
     max_lag_steps: NonNegativeInt | None = key(
         8,
-        "how far generation may run ahead: the mean over rollouts of the optimizer steps from start to training is "
-        "about this at most. `preprocess.lag_drop` makes it a bound on every token. 0 = synchronous, null = no bound. "
+        "how far generation may run ahead: maximum mean lag of a rollout, in optimizer steps from start to "
+        "training. `preprocess.lag_drop` makes it a bound on every token. 0 = synchronous, null = no bound. "
         "Also e.g. `2048 samples`",
     )
     schedule: Literal["pipeline", "conventional"] = key(

@@ -100,7 +100,7 @@ class ActorSection(Section):
         3600, "a rollout that takes longer counts as failed; the answer that then grows is awaited", may_change=True
     )
     request_timeout_s: PositiveFloat = key(
-        1800, "a request whose answer has not grown for this long failed", may_change=True
+        1800, "seconds without a new token after which a request counts as failed", may_change=True
     )
     max_request_retries: NonNegativeInt = key(
         8,

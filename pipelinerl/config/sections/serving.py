@@ -55,7 +55,7 @@ class WeightsSection(Section):
         may_change=True,
     )
     store_keep: PositiveInt = key(
-        2, "`store`: so many versions stay in any case. Others go when no server reads them any more", may_change=True
+        2, "`store`: minimum number of versions kept. Others are deleted when no server reads them", may_change=True
     )
     store_poll_s: PositiveFloat = key(
         0.5, "`store`: time between two looks of a server for a newer version", may_change=True
@@ -80,7 +80,7 @@ class WeightsSection(Section):
     )
     stall_s: PositiveFloat = key(
         5,
-        "a server that has not got a byte for so long pulls the rest of an update from another one. A server that is "
+        "seconds without data before a server pulls the rest of an update from another source. A server that is "
         "slower than the first by this time does not hold up the next update",
         may_change=True,
     )

@@ -75,7 +75,7 @@ def test_divergences(metrics: dict[str, float]) -> None:
     assert metrics["clip_fraction"] == 0.25
 
 
-def test_lag_and_its_parts(metrics: dict[str, float]) -> None:
+def test_lag_is_the_sum_of_lag_in_flight_and_lag_in_the_queue(metrics: dict[str, float]) -> None:
     assert (metrics["lag_min"], metrics["lag_mean"], metrics["lag_max"]) == (0, 1.5, 3)
     assert metrics["lag_in_flight_mean"] == 0.25
     assert metrics["lag_queued_mean"] == 1.25

@@ -63,7 +63,7 @@ def test_plan_packed_slots_that_best_fit_leaves_empty_get_a_sequence():
     assert sorted(len(slot) for rank in plan for slot in rank) == [1] * 6
 
 
-def test_empty_slots_get_the_longest_sequences_that_are_not_the_longest_of_theirs():
+def test_without_empty_moves_sequences_of_shared_slots_longest_first():
     """Slots of 7 + 5 + 3, nothing, 4 + 6, nothing, nothing: 5, 4 and 3 move. With a slot more, one stays empty."""
     slots, lengths = np.array([0, 0, 0, 2, 2]), np.array([5, 7, 3, 4, 6])
     assert _without_empty(slots, lengths, 5).tolist() == [1, 0, 4, 3, 2]
