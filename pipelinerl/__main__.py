@@ -27,7 +27,7 @@ COMMANDS = {
     "resume": Command("pipelinerl.launcher.resume", "go on with the run in a folder, from any working directory"),
     "evaluate": Command("pipelinerl.launcher.evaluate", "pass@k of a model on an experiment's test problems"),
     "check": Command("pipelinerl.launcher.check_data", "which rows of your data a domain uses, and why not the others"),
-    "doctor": Command("pipelinerl.launcher.doctor", "what a domain pays hostile answers, before a GPU is paid"),
+    "doctor": Command("pipelinerl.launcher.doctor", "find rewards that can be gamed, before a run"),
     "status": Command("pipelinerl.status", "one screen about a run"),
     "why": Command("pipelinerl.inspect.why", "why a run does not learn: ranked causes with their evidence"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
