@@ -2,7 +2,8 @@
 
 - `program` has a function for each way to start. `run_plan` decides what runs where. `checks` lists what refuses it.
   Those of model, domain and objective are in `preflight`, which tries the user's code in a process of its own (`trial`,
-  `domain_check`, `objective_check`). `streams_at_start` decides what becomes of the streams.
+  `domain_check`, `objective_check`). `streams_at_start` decides what becomes of the streams,
+  `several_nodes` which launcher leads.
 - `run_dir` owns the run folder. `commands` computes how each role is started (pure).
 - `running` has all work together that goes on during a run: `supervisor` keeps the roles running, beside `coordination`
   with the launchers of other nodes, whose leases `peers` reads (pure). `losses` decides for all of them what the loss

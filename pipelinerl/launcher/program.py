@@ -5,7 +5,6 @@ failed, 2 refused, 130 and 143 interrupted.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,29 +17,23 @@ from pipelinerl.config.load import must_be_given
 from pipelinerl.config.resume import asked_once
 from pipelinerl.config.sections import Config
 from pipelinerl.config.variables import variables_of
-from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
-from pipelinerl.launcher import preflight, run_dir, streams_at_start
+from pipelinerl.launcher import preflight, run_dir, several_nodes, streams_at_start
 from pipelinerl.launcher.checks import checked, run_checks
 from pipelinerl.launcher.commands import CommandOf, printable, role_command
-from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.losses import exit_code_of
-from pipelinerl.launcher.peers import plan_peers
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.run_plan import Experiment, RunPlan, plan_run, resolve
-from pipelinerl.launcher.running import adopt_secrets, say, show_world, supervise
+from pipelinerl.launcher.run_plan import Experiment, plan_run, resolve
+from pipelinerl.launcher.running import say, show_world, supervise
 from pipelinerl.launcher.supervisor import Ending
-from pipelinerl.membership.address import address_of, open_store
-from pipelinerl.membership.lease import LauncherNote
 from pipelinerl.observability.logging import logging_restored, setup_launcher_logging
 from pipelinerl.world import map_world
 from pipelinerl.world.environment import complete
 from pipelinerl.world.process import process_restored
-
-log = logging.getLogger(__name__)
 
 EXIT_DONE = 0
 
@@ -92,7 +85,7 @@ def start_local(run: Experiment, claim: Claim) -> int:
     old_streams = streams_at_start.take(claim, plan)
     run_dir.write_run_dir(plan)
     if len(plan.world.nodes) > 1:
-        return tell_ending(asyncio.run(lead(plan, claim, old_streams=old_streams)), plan.config)
+        return tell_ending(asyncio.run(several_nodes.lead(plan, claim, old_streams=old_streams)), plan.config)
     return tell_ending(asyncio.run(supervise(plan, resumed=claim.resumed, lock=claim.lock)), plan.config)
 
 
@@ -145,68 +138,12 @@ START: Mapping[str, Callable[[Experiment, Claim], int]] = {
 """By `launcher.engine`."""
 
 
-async def lead(plan: RunPlan, claim: Claim, *, old_streams: bool) -> Ending:
-    """Run node 0 of several. Its roles start at once, and the other launchers follow."""
-    connection = coordination_of(plan)
-    await connection.find_no_rival()
-    marker = run_dir.mark_folder(plan.path)
-    try:
-        connection.take_part(marker=marker.name, resumed=claim.resumed, old_streams=old_streams)
-        return await supervise(plan, resumed=claim.resumed, lock=claim.lock, connection=connection)
-    except (PipelineRLError, OSError) as error:
-        await connection.tell_failure(error)
-        raise
-    finally:
-        connection.close()
-        marker.unlink(missing_ok=True)
-
-
 def follow(run: Experiment) -> int:
-    """Run any other node. If the run folder is shared, the leader owns it. Otherwise this node claims its own."""
+    """Run the roles of any other node than the first."""
     if run_dir.holds_finished(run.path, run.container, force_restart=run.config.force_restart):
         say(f"{run.path}: the run is finished")
         return EXIT_DONE
-    return tell_ending(asyncio.run(take_part(checked(plan_run(run)))), run.config)
-
-
-async def take_part(plan: RunPlan) -> Ending:
-    """Run the roles of a node that follows, once its leader is there."""
-    connection = coordination_of(plan)
-    try:
-        leader = await connection.meet()
-        if leader.ending == "done":
-            say(f"{plan.path}: the run is finished")
-            return Ending(kind="done")
-        return await run_part(plan, leader, connection)
-    except (PipelineRLError, OSError) as error:
-        await connection.tell_failure(error)
-        raise
-    finally:
-        connection.close()
-
-
-async def run_part(plan: RunPlan, leader: LauncherNote, connection: Coordination) -> Ending:
-    """Run the roles in the leader's folder if that is here, else in one of this node's own."""
-    if plan.config.streams.backend == "files" or (plan.path / leader.marker).exists():  # leases in the folder
-        run_dir.write_roles(plan.path, plan.commands)
-        setup_launcher_logging(plan.path / f"launcher.{plan.node_rank}.log")
-        return await supervise(plan, resumed=leader.resumed, connection=connection)
-    claim = run_dir.claim(plan.path, plan.container, force_restart=plan.config.force_restart)
-    with run_dir.holding(claim):
-        setup_launcher_logging(plan.path / run_dir.LOG_FILE)
-        streams_at_start.follow(claim, plan, leader)
-        run_dir.write_run_dir(plan)
-        return await supervise(plan, resumed=leader.resumed, lock=claim.lock, connection=connection)
-
-
-def coordination_of(plan: RunPlan) -> Coordination:
-    """Return this launcher's part among the launchers of all nodes, and adopt the run's secrets, which it needs."""
-    address = address_of(plan.config, plan.path, plan.world)
-    rank, limits = plan.node_rank, plan.config.launcher
-    on_redis = plan.config.streams.backend == "redis"
-    peers = plan_peers(plan.world, rank, plan.container, os.environ, limits, str(address), on_redis=on_redis)
-    adopt_secrets(plan)
-    return Coordination(peers, open_store(address), say)
+    return tell_ending(asyncio.run(several_nodes.follow(checked(plan_run(run)))), run.config)
 
 
 def tell_finished(run: Experiment) -> int:
