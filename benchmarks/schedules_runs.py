@@ -34,6 +34,7 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.inspect.balance import balance_of
+from pipelinerl.inspect.series import Series
 from pipelinerl.launcher.commands import inherited_environment, role_command
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.world import Job, WorldMap, build_world
@@ -247,7 +248,7 @@ def measured(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     started = float((folder / FIRST_REQUEST).read_text())
     points = [point for point in read_metrics(folder, "finetune") if point["step"] <= run.steps]
     success = in_child(score, model, folder)
-    balance = balance_of(points, read_metrics(folder, "actor"))
+    balance = balance_of(Series(finetune=points, actor=read_metrics(folder, "actor")))
     return {
         "step_ends_s": [round(t - started, 4) for t in timeline["times"]],
         "success": {int(step): round(value, 4) for step, value in success.items()},

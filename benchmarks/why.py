@@ -115,9 +115,9 @@ def diagnose(run_dir: Path, case: Case) -> dict[str, Any]:
     if done.returncode not in (0, 1) or not done.stdout:
         raise SystemExit(done.stderr)
     found = json.loads(done.stdout)
-    names = [cause["name"] for cause in found]
+    names = [cause["title"] for cause in found]
     rank = next((place for place, name in enumerate(names, 1) if name in case.right), None)
-    result: dict[str, Any] = {"causes": names, "evidence": [cause["text"] for cause in found]}
+    result: dict[str, Any] = {"causes": names, "evidence": [cause["evidence"] for cause in found]}
     return result | ({"rank": rank} if case.right else {"silent": not found})
 
 

@@ -20,8 +20,9 @@ from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import WorldError
 from pipelinerl.inspect.curves import CERTAIN
+from pipelinerl.inspect.series import Series
 from pipelinerl.observability.catalogue import TIME, ActorMetric, TrainerMetric
-from pipelinerl.observability.metrics import Points, read_metrics
+from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.world import WorldMap
 
 TOLERATED = 0.1
@@ -30,7 +31,6 @@ FEWEST = 8
 """Steps, and points of the actor, from which a share has an error that means something."""
 RECENT = 128
 """The newest steps that are looked at, because lengths change while a policy learns."""
-PARTS = (TrainerMetric.WAIT_S, TrainerMetric.STEP_S, TrainerMetric.PUSH_WAIT_S)
 
 
 class Share(NamedTuple):
@@ -116,26 +116,19 @@ def share_of(parts: Sequence[float], wholes: Sequence[float]) -> Share:
     return Share(mean, error)
 
 
-def balance_of(finetune: Points, actor: Points) -> Balance | None:
+def balance_of(series: Series) -> Balance | None:
     """Measure the newest `RECENT` steps but the first quarter, while the pipeline fills. None: too few points."""
-    steps = [point for point in finetune if all(point.get(part) is not None for part in PARTS)]
-    steps = steps[len(steps) // 4 :][-RECENT:]
-    if len(steps) < FEWEST:
+    _, *columns = series.of(TrainerMetric.WAIT_S, TrainerMetric.STEP_S, TrainerMetric.PUSH_WAIT_S, TIME)
+    filling = len(columns[0]) // 4
+    waits, works, pushes, times = (column[filling:][-RECENT:] for column in columns)
+    if len(waits) < FEWEST:
         return None
-    inside = [
-        float(point[ActorMetric.SLOTS_HELD])
-        for point in actor
-        if ActorMetric.SLOTS_HELD in point and steps[0][TIME] <= point[TIME] <= steps[-1][TIME]
-    ]
+    _, shares, at = series.of(ActorMetric.SLOTS_HELD, TIME)
+    inside = [share for share, when in zip(shares, at, strict=True) if times[0] <= when <= times[-1]]
     if len(inside) < FEWEST:
         return None
-    return Balance(
-        trainer_waits=share_of(
-            [float(point[TrainerMetric.WAIT_S]) for point in steps],
-            [sum(float(point[part]) for part in PARTS) for point in steps],
-        ),
-        slots_held=share_of(inside, [1.0] * len(inside)),
-    )
+    wholes = [sum(parts) for parts in zip(waits, works, pushes, strict=True)]
+    return Balance(trainer_waits=share_of(waits, wholes), slots_held=share_of(inside, [1.0] * len(inside)))
 
 
 def better_split(balance: Balance, splits: Divisions) -> tuple[Division, float] | None:
@@ -226,7 +219,8 @@ def advice(balance: Balance, splits: Divisions) -> str:
 def balance_figures(run_dir: Path, cfg: Config) -> dict[str, Any] | None:
     """What `summary.json` says. None where there is nothing to measure, or not yet."""
     splits = read_splits(run_dir, cfg)
-    balance = balance_of(read_metrics(run_dir, "finetune"), read_metrics(run_dir, "actor"))
+    series = Series(finetune=read_metrics(run_dir, "finetune"), actor=read_metrics(run_dir, "actor"))
+    balance = balance_of(series)
     if splits is None or balance is None:
         return None
     return {

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from pipelinerl.config.paths import ENDING_FILE
-from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.world.disk import replace_file
 
 
@@ -37,9 +37,10 @@ def read_ending(run_dir: Path) -> RunEnding | None:
         return None
 
 
-def ending_alarms(ending: RunEnding | None) -> list[Alarm]:
-    """Return the alarm of a run that failed."""
+def ending_findings(ending: RunEnding | None) -> list[Finding]:
+    """What a run that failed says of itself."""
     if ending is None or ending.kind != "failed":
         return []
     log = f"{ending.job}/log.txt" if ending.job else "launcher.log"
-    return [Alarm(name="run failed", step=None, text=ending.reason, cure=f"Read {log}; `pipelinerl resume` goes on")]
+    fix = f"Read {log}; `pipelinerl resume` goes on"
+    return [Finding(Level.FAILED, "run failed", ending.reason, fix, "pipelinerl status {run}")]

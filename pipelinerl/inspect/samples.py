@@ -4,12 +4,13 @@ Consumes the archive and the topics `actor`, `actor_test` and `preprocessor`, an
 opened the streams (`reading.look_into`). The run may be alive, finished or killed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from pipelinerl.observability.archive import read_archive
+from pipelinerl.observability.archive import chosen, read_archive
 from pipelinerl.records import (
     ActorRecord,
     ArchivedRollout,
@@ -24,6 +25,8 @@ from pipelinerl.records import (
 from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
+PER_STEP = 16
+"""Rollouts of an optimizer step that are looked at or shown, with the attempts at one problem together."""
 QUEUED = "queued"
 """Outcome of a rollout that was published but not packed yet."""
 EVALUATED = "evaluation"
@@ -198,3 +201,54 @@ def matching(
             continue
         if domain is None or domain in (seen.domain, seen.dataset):
             yield seen
+
+
+class Candidates:
+    """Takes all rollouts and keeps up to `per_step` of every step, which are those that `best` prefers."""
+
+    def __init__(self, per_step: int = PER_STEP):
+        self._per_step = per_step
+        self._by_step: dict[int | None, list[SeenRollout]] = defaultdict(list)
+        self.seen = 0
+
+    def add(self, rollouts: Iterable[SeenRollout]) -> None:
+        for rollout in rollouts:
+            self.seen += 1
+            own = self._by_step[rollout.dispatched_version if rollout.is_test else rollout.step]
+            own.append(rollout)
+            if len(own) > 2 * self._per_step:
+                own[:] = best(own, self._per_step)
+
+    def in_turn(self) -> Iterator[SeenRollout]:
+        """Yield the rollouts of the last step, of the first, of the one between them, and so on."""
+        steps = sorted(step for step in self._by_step if step is not None)
+        for step in [*spread(steps), *([None] if None in self._by_step else [])]:
+            yield from best(self._by_step[step], self._per_step)
+
+
+def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
+    """Choose at most ``count`` rollouts: flagged ones (at most half), then ones that the trainer scored, then others.
+
+    Attempts of one problem stay together.
+    """
+    flagged = [rollout for rollout in rollouts if rollout.flags][: count // 2]
+    left = {rollout.sample_id: rollout for rollout in rollouts if rollout not in flagged}
+    found = list(flagged)
+    for scored in (True, False):
+        own = [name for name, rollout in left.items() if bool(rollout.scores) is scored]
+        keep = chosen(own, count - len(found))
+        found += [left[name] for name in own if name in keep]
+    return found
+
+
+def spread(steps: Sequence[int]) -> list[int]:
+    """Order the steps so that any beginning of the list covers the run evenly."""
+    if len(steps) < 3:
+        return list(reversed(steps))
+    ordered, halves = [steps[-1], steps[0]], [(0, len(steps) - 1)]
+    for low, high in halves:
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            ordered.append(steps[middle])
+            halves += [(low, middle), (middle, high)]
+    return ordered

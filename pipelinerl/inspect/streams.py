@@ -20,7 +20,7 @@ from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import look_into, natural
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
 from pipelinerl.inspect.samples import EVALUATED, seen_group
-from pipelinerl.inspect.verify import finding_lines
+from pipelinerl.inspect.verify import damage_lines
 from pipelinerl.inspect.verify import verify as find_damage
 from pipelinerl.records import ActorRecord, GroupDropped, OrderResumed
 from pipelinerl.records.topics import ACTOR, ACTOR_TEST
@@ -88,7 +88,7 @@ def stats(args: argparse.Namespace) -> None:
 def show_damage(args: argparse.Namespace) -> int:
     """Describes damage and whom it matters to, with exit code 1 if there is any."""
     findings = find_damage(args.run)
-    for line in finding_lines(findings, args.run):
+    for line in damage_lines(findings, args.run):
         print(line)
     return 1 if findings else 0
 

@@ -1,8 +1,8 @@
 """`python -m pipelinerl.streams verify RUN`: finds damage in a run's streams and whom it matters to. Changes nothing.
 
-It reads and checks every record. A finding is a range of records that are damaged or missing. Records are missing if a
-named reader's position, an actor's snapshot or a checkpoint points beyond the end of the stream. A finding matters to a
-reader that has not read the records yet. Readers without a name only want new records and skip damage.
+It reads and checks every record. Records are missing if a named reader's position, an actor's snapshot or a checkpoint
+points beyond the end of the stream. Damage matters to a reader that has not read the records yet. Readers without a
+name only want new records and skip damage.
 """
 
 import json
@@ -21,39 +21,39 @@ from pipelinerl.streams.spec import SingleStreamSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Records ``first`` … ``end - 1`` of a stream, which cannot be read."""
+class UnreadableRecords:
+    """Records ``first`` … ``end - 1`` of a stream, which are damaged or missing."""
 
     stream: str
     first: int
     end: int
     reason: str
     readers: Mapping[str, bool] = field(default_factory=dict)
-    """Whether the finding matters, by name of the reader or pointer."""
+    """Whether they matter, by name of the reader or pointer."""
 
     @property
     def matters(self) -> bool:
         return any(self.readers.values())
 
 
-def verify(run_dir: Path) -> list[Finding]:
-    """Return all findings about the streams. The streams backend must be set."""
+def verify(run_dir: Path) -> list[UnreadableRecords]:
+    """Return all damage of the streams. The streams backend must be set."""
     backend = get_streams_backend()
-    findings = []
+    damaged = []
     ends: dict[str, int] = {}
     for spec in backend.specs(run_dir):
         stored = backend.stats(spec)
         ends[str(spec)] = max([stored.next_offset, *stored.positions.values()])
-        findings += [*_unreadable(spec, stored), *_lost_end(stored)]
+        damaged += [*_unreadable(spec, stored), *_lost_end(stored)]
     for name, stream, offset in pointers(run_dir):
         end = ends.get(stream, 0)
         if offset > end:
             reason = f"{name} points at record {offset}, but the stream ends before record {end}"
-            findings.append(Finding(stream=stream, first=end, end=offset, reason=reason, readers={name: True}))
-    return findings
+            damaged.append(UnreadableRecords(stream=stream, first=end, end=offset, reason=reason, readers={name: True}))
+    return damaged
 
 
-def _unreadable(spec: SingleStreamSpec, stored: StreamStats) -> Iterator[Finding]:
+def _unreadable(spec: SingleStreamSpec, stored: StreamStats) -> Iterator[UnreadableRecords]:
     cursor = get_streams_backend().open_cursor(spec, None, None)
     try:
         while True:
@@ -64,20 +64,26 @@ def _unreadable(spec: SingleStreamSpec, stored: StreamStats) -> Iterator[Finding
                 first = cursor.position
                 goes_on = cursor.skip_damage()
                 end = max(cursor.position if goes_on else stored.next_offset, first + 1)
-                yield Finding(stream=str(spec), first=first, end=end, reason=str(error), readers=_needing(stored, end))
+                yield UnreadableRecords(
+                    stream=str(spec), first=first, end=end, reason=str(error), readers=_needing(stored, end)
+                )
                 if not goes_on:
                     return
     finally:
         cursor.close()
 
 
-def _lost_end(stored: StreamStats) -> list[Finding]:
+def _lost_end(stored: StreamStats) -> list[UnreadableRecords]:
     highest = max(stored.positions.values(), default=0)
     if highest <= stored.next_offset:
         return []
     reason = f"a reader has read up to record {highest}, but the stream ends before record {stored.next_offset}"
     end = stored.next_offset
-    return [Finding(stream=str(stored.spec), first=end, end=highest, reason=reason, readers=_needing(stored, highest))]
+    return [
+        UnreadableRecords(
+            stream=str(stored.spec), first=end, end=highest, reason=reason, readers=_needing(stored, highest)
+        )
+    ]
 
 
 def _needing(stored: StreamStats, end: int) -> dict[str, bool]:
@@ -107,22 +113,22 @@ def _counters(manifest: Path) -> dict[str, Any]:
         return {}
 
 
-def finding_lines(findings: list[Finding], run_dir: Path) -> Iterator[str]:
-    """Describe the findings in lines of text."""
-    for finding in findings:
+def damage_lines(damaged: list[UnreadableRecords], run_dir: Path) -> Iterator[str]:
+    """Describe the damage in lines of text."""
+    for damage in damaged:
         records = (
-            f"record {finding.first}"
-            if finding.end == finding.first + 1
-            else (f"records {finding.first} to {finding.end - 1}")
+            f"record {damage.first}"
+            if damage.end == damage.first + 1
+            else (f"records {damage.first} to {damage.end - 1}")
         )
-        yield f"{finding.stream}: {records}: {finding.reason}"
-        for name, matters in sorted(finding.readers.items()):
+        yield f"{damage.stream}: {records}: {damage.reason}"
+        for name, matters in sorted(damage.readers.items()):
             yield f"    {name}: {'MATTERS, it has yet to read this' if matters else 'does not matter, it is past this'}"
-        if not finding.readers:
+        if not damage.readers:
             yield "    does not matter: only newest records of this topic are read"
-    if not findings:
+    if not damaged:
         yield f"no damage in the streams of {run_dir}"
-    elif any(finding.matters for finding in findings):
+    elif any(damage.matters for damage in damaged):
         yield "the streams cannot be continued: the same command with resume=checkpoint continues from the newest good"
         yield "checkpoint, with new streams; the old ones are kept in lost/"
     else:

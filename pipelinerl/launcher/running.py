@@ -25,8 +25,6 @@ from pipelinerl.config.environment import (
 )
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.alarms import settings_of
-from pipelinerl.inspect.balance import read_splits
 from pipelinerl.inspect.ending import clear_ending
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import inherited_environment
@@ -214,10 +212,9 @@ def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> T
     """Return what follows the run. Its lines go to the terminal where this launcher leads and has a tracking."""
     lines = ProgressLines(
         path,
-        max_train_steps=config.finetune.max_train_steps,
+        cfg=config,
         say=say if tracking else log.info,
         tracking=tracking,
-        settings=settings_of(config, read_splits(path, config)),
         model=config.model_path if config.debug.mode == "evaluation" else None,
     )
     return TopicFollower(path, lines, last_step=config.finetune.max_train_steps)

@@ -219,7 +219,7 @@ def write_account(run_dir: Path, lost: Path) -> None:
         (lost / LEDGER_FILE).write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in book.entries))
         with look_into(run_dir):
             _write_evaluations(run_dir, lost / EVALUATIONS_FILE)
-            lines = verify.finding_lines(verify.verify(run_dir), run_dir)
+            lines = verify.damage_lines(verify.verify(run_dir), run_dir)
             (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except (PipelineRLError, OSError) as error:
         log.warning("event=old_streams_damaged reason=%s", error)

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipelinerl.inspect.alarms import UNKNOWN, Settings
+from pipelinerl.config.sections import Config
+from pipelinerl.inspect.finding import Level
 from pipelinerl.inspect.report import imitates_alone, number, read_metrics_tail
-from pipelinerl.inspect.watch import AlarmWatch
+from pipelinerl.inspect.why.watch import AlarmWatch
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Point
@@ -43,7 +44,6 @@ class ProgressLines:
         say: called with every line that stays.
         note: called with the lines of the other steps.
         every_s: least seconds between two steps that are said. The first and the last step are always said.
-        settings: what the cures of alarms look at.
         tracking: is told of steps and alarms.
         model: what evaluations are of, in a run without a trainer.
     """
@@ -52,18 +52,17 @@ class ProgressLines:
         self,
         run_dir: Path,
         *,
-        max_train_steps: int,
+        cfg: Config,
         say: Callable[[str], None],
         note: Callable[[str], None] = log.info,
         every_s: float = STEP_S,
-        settings: Settings = UNKNOWN,
         tracking: RunTracking | None = None,
         model: str | None = None,
     ):
-        self._run_dir, self._max_train_steps = run_dir, max_train_steps
+        self._run_dir, self._max_train_steps = run_dir, cfg.finetune.max_train_steps
         self._say, self._note, self._every_s = say, note, every_s
         self._tracking, self._model = tracking, model
-        self._alarms = AlarmWatch(run_dir, settings=settings)
+        self._alarms = AlarmWatch(run_dir, cfg)
         self._since, self._said_at = time.time(), -math.inf
         self._pause_ms: tuple[float, ...] = ()
         self._last: SamplesProcessed | None = None
@@ -94,10 +93,10 @@ class ProgressLines:
             self._say(evaluation_line(result, self._model))
 
     def _print_alarms(self) -> None:
-        for alarm in self._alarms.new():
-            self._say(f"{'speed' if alarm.is_about_speed else 'alarm'}: {alarm.line()}")
+        for finding in self._alarms.new():
+            self._say(f"{'speed' if finding.level is Level.SLOW else 'alarm'}: {finding.line()}")
             if self._tracking is not None:
-                self._tracking.alarm(alarm)
+                self._tracking.alarm(finding)
 
     def _print_step(self, message: SamplesProcessed) -> None:
         now = time.monotonic()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.sections import Config
-from pipelinerl.inspect.alarms import Alarm
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
+from pipelinerl.inspect.finding import Finding
 from pipelinerl.inspect.rollouts import whole_text
 from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_sequences
 from pipelinerl.observability.archive import read_archive
@@ -74,9 +74,9 @@ class RunTracking:
         for thread in self._threads if due else ():
             thread.put(partial(send_table, run_dir=self._run_dir, step=step - 1))
 
-    def alarm(self, alarm: Alarm) -> None:
+    def alarm(self, finding: Finding) -> None:
         for thread in self._threads:
-            thread.put(lambda tracker: tracker.alert(alarm.name, alarm.line()))
+            thread.put(lambda tracker: tracker.alert(finding.title, finding.line()))
 
     def keep(self, path: Path) -> None:
         """Keep a file as an artefact."""

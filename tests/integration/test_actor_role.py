@@ -11,10 +11,11 @@ import msgspec
 import psutil
 import pytest
 
+from pipelinerl.config.load import load_run
 from pipelinerl.errors import DomainError
-from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.finding import Finding
 from pipelinerl.inspect.status import screen
-from pipelinerl.inspect.watch import AlarmWatch
+from pipelinerl.inspect.why.watch import AlarmWatch
 from pipelinerl.records import (
     DataOrder,
     EvaluationDone,
@@ -256,18 +257,18 @@ async def test_domain_that_blocks_its_worker_is_named_with_its_line_and_a_cure(
     run = await make_run(rollout, "actor.log_every_s=1")
     run.start_process()
     run.update(0)
-    watch = AlarmWatch(run.run_dir, every_s=0)
-    alarms: list[Alarm] = []
+    watch = AlarmWatch(run.run_dir, load_run(run.run_dir), every_s=0)
+    alarms: list[Finding] = []
 
     place = f"{tmp_path}/scoring.py:4 in score"
 
     def alarmed() -> bool:
-        alarms.extend(alarm for alarm in watch.new() if f"last at {place}" in alarm.text)
+        alarms.extend(alarm for alarm in watch.new() if f"last at {place}" in alarm.evidence)
         return bool(alarms)
 
     await run.until(alarmed, 200)
-    assert "has blocked its rollout workers for" in alarms[0].text
-    assert "await asyncio.to_thread(" in alarms[0].cure
+    assert "has blocked its rollout workers for" in alarms[0].evidence
+    assert "await asyncio.to_thread(" in alarms[0].fix
     assert f"at={place} " in run.log()
     assert any(place in line for line in screen(run.run_dir))
 

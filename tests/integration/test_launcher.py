@@ -205,10 +205,10 @@ def test_launcher_budget_spent_stops_with_the_first_cause(launch) -> None:
     assert run.leftovers() == []
     page = page_data(run)
     assert page["state"] == "failed at step 0 of 3"
-    assert page["alarms"][0]["name"] == "run failed"
+    assert page["alarms"][0]["title"] == "run failed"
     said = "actor_0 failed: exit code 1; its last error: RuntimeError: this role is broken"
-    assert page["alarms"][0]["text"] == said
-    assert "actor_0/log.txt" in page["alarms"][0]["cure"]
+    assert page["alarms"][0]["evidence"] == said
+    assert "actor_0/log.txt" in page["alarms"][0]["fix"]
 
 
 def page_data(run: Launch) -> dict:

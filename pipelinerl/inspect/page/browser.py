@@ -1,80 +1,19 @@
-"""Chooses rollouts for the page evenly over the steps, flagged ones first, and decodes them token by token.
+"""Decodes the rollouts that `inspect.samples` chose for the page, token by token. The result is bounded in bytes."""
 
-Consumes the rollouts that `inspect.samples` reads and keeps only a few of every step in memory. The result is bounded
-in bytes.
-"""
-
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from pipelinerl.inspect.decode import BROKEN, TokenText, problem_fields, show_images
+from pipelinerl.inspect.decode import TokenText, problem_fields, show_images
 from pipelinerl.inspect.samples import SeenRollout
-from pipelinerl.observability.archive import chosen
 from pipelinerl.records import ScoredSequence, TrainingSequence
 
-PER_STEP = 16
-PER_EVALUATION = 24
 MAX_TOKENS = 3000
 """Tokens shown of one sequence. The page leaves out the middle of longer ones."""
-CHECKED_TOKENS = 100
-"""Tokens of one span that are decoded to find out whether they are text."""
 MILLI = 1000
 """The page gets log-probabilities in thousandths of a nat."""
-
-
-class Candidates:
-    """Takes all rollouts and keeps up to `per_step` of every step, which are those that `best` prefers."""
-
-    def __init__(self, per_step: int = PER_STEP):
-        self._per_step = per_step
-        self._by_step: dict[int | None, list[SeenRollout]] = defaultdict(list)
-        self.seen = 0
-
-    def add(self, rollouts: Iterable[SeenRollout]) -> None:
-        for rollout in rollouts:
-            self.seen += 1
-            own = self._by_step[rollout.dispatched_version if rollout.is_test else rollout.step]
-            own.append(rollout)
-            if len(own) > 2 * self._per_step:
-                own[:] = best(own, self._per_step)
-
-    def in_turn(self) -> Iterator[SeenRollout]:
-        """Yield the rollouts of the last step, of the first, of the one between them, and so on."""
-        steps = sorted(step for step in self._by_step if step is not None)
-        for step in [*spread(steps), *([None] if None in self._by_step else [])]:
-            yield from best(self._by_step[step], self._per_step)
-
-
-def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
-    """Choose at most ``count`` rollouts: flagged ones (at most half), then ones that the trainer scored, then others.
-
-    Attempts of one problem stay together.
-    """
-    flagged = [rollout for rollout in rollouts if rollout.flags][: count // 2]
-    left = {rollout.sample_id: rollout for rollout in rollouts if rollout not in flagged}
-    found = list(flagged)
-    for scored in (True, False):
-        own = [name for name, rollout in left.items() if bool(rollout.scores) is scored]
-        keep = chosen(own, count - len(found))
-        found += [left[name] for name in own if name in keep]
-    return found
-
-
-def spread(steps: Sequence[int]) -> list[int]:
-    """Order the steps so that any beginning of the list covers the run evenly."""
-    if len(steps) < 3:
-        return list(reversed(steps))
-    ordered, halves = [steps[-1], steps[0]], [(0, len(steps) - 1)]
-    for low, high in halves:
-        middle = (low + high) // 2
-        if middle not in (low, high):
-            ordered.append(steps[middle])
-            halves += [(low, middle), (middle, high)]
-    return ordered
 
 
 def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> list[dict[str, Any]]:
@@ -168,21 +107,3 @@ def kept_tokens(count: int, limit: int = MAX_TOKENS) -> np.ndarray:
     if count <= limit:
         return np.arange(count)
     return np.concatenate([np.arange(limit // 3), np.arange(count - (limit - limit // 3), count)])
-
-
-def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
-    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens.
-
-    Of every span the first tokens are looked at.
-    """
-    bad = total = 0
-    for seen in rollouts:
-        for sequence in seen.rollout.sequences:
-            for start, end, _ in sequence.spans.tolist():
-                ids = sequence.token_ids[start : min(end, start + CHECKED_TOKENS)].tolist()
-                total += len(ids)
-                bad += sum(
-                    BROKEN in piece or not text.is_known(token)
-                    for token, piece in zip(ids, text.pieces(ids), strict=True)
-                )
-    return bad / total if total else None

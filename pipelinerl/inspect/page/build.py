@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -20,17 +21,16 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.alarms import History, alarms, settings_of
-from pipelinerl.inspect.balance import read_splits
-from pipelinerl.inspect.decode import TokenText, text_or_numbers
-from pipelinerl.inspect.ending import ending_alarms, read_ending
-from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
+from pipelinerl.inspect.decode import text_or_numbers
+from pipelinerl.inspect.ending import ending_findings, read_ending
+from pipelinerl.inspect.finding import as_json, found
+from pipelinerl.inspect.page.browser import within
 from pipelinerl.inspect.page.classes import by_length
-from pipelinerl.inspect.page.data import RunSource, read_source, run_data
-from pipelinerl.inspect.progress import blocked_places
+from pipelinerl.inspect.page.data import run_data
 from pipelinerl.inspect.reading import look_into
-from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
-from pipelinerl.observability.status import read_statuses
+from pipelinerl.inspect.samples import Candidates, SeenRollout, read_tests, read_training
+from pipelinerl.inspect.why.evidence import evidence_of, read_source, unreadable_share
+from pipelinerl.inspect.why.metrics import METRICS
 from pipelinerl.world.disk import replace_file
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 MAX_PAGE_BYTES = 5 * 2**20
 MAX_ROLLOUT_BYTES = 12 * 2**20
 """Bytes of the JSON of the rollouts of all runs, before compression."""
-CHECKED_FOR_TEXT = 200
-"""Number of rollouts that are decoded to find out whether the tokenizer fits the model."""
 
 
 def write_page(run_dirs: Sequence[Path], path: Path) -> int:
@@ -76,11 +74,11 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
     chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
     evaluated = within(tests.in_turn(), text, max_bytes // 5)
     ending = read_ending(run_dir)
-    found = ending_alarms(ending) + alarms(history_of(source, measure_unreadable(training, text)))
+    evidence = replace(evidence_of(source), unreadable_share=unreadable_share(training.in_turn(), text))
     data = run_data(source, ending)
     return data | {
         "charts": data["charts"] + by_length(lengths),
-        "alarms": [vars(alarm) for alarm in found],
+        "alarms": as_json([*ending_findings(ending), *found(METRICS, evidence)], run_dir),
         "rollouts": chosen + evaluated,
         "note": f"{len(chosen):,} of {training.seen:,} training rollouts and {len(evaluated):,} of {tests.seen:,} "
         "evaluation rollouts that are on record, chosen evenly over the steps, flagged ones first.",
@@ -93,26 +91,6 @@ def noting_lengths(rollouts: Iterable[SeenRollout], lengths: list[tuple[int, int
         if seen.step is not None and seen.success is not None:
             lengths.append((seen.step, seen.num_sampled, seen.success))
         yield seen
-
-
-def history_of(source: RunSource, unreadable_tokens: float | None = None) -> History:
-    return History(
-        finetune=source.finetune,
-        actor=source.actor,
-        preprocessor=source.preprocessor,
-        messages=source.records.trainer,
-        evaluations=source.records.evaluations,
-        settings=settings_of(source.cfg, read_splits(source.run_dir, source.cfg)),
-        blocked_at=blocked_places(read_statuses(source.run_dir)),
-        unreadable_share=unreadable_tokens,
-    )
-
-
-def measure_unreadable(candidates: Candidates, text: TokenText) -> float | None:
-    def first() -> Iterator[SeenRollout]:
-        yield from (seen for seen, _ in zip(candidates.in_turn(), range(CHECKED_FOR_TEXT), strict=False))
-
-    return unreadable_share(first(), text)
 
 
 def log_missing_text(error: ConfigError) -> None:

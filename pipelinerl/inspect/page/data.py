@@ -8,19 +8,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from pipelinerl.config.keys import REQUIRED, declared
-from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_of
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
-from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, read_records, read_summary, summarise
+from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, read_summary, summarise
+from pipelinerl.inspect.why.evidence import RunSource
 from pipelinerl.observability.catalogue import (
     SPREAD,
     STEP,
@@ -31,7 +30,7 @@ from pipelinerl.observability.catalogue import (
     PreprocessorMetric,
     TrainerMetric,
 )
-from pipelinerl.observability.metrics import Points, read_metrics
+from pipelinerl.observability.metrics import Points
 from pipelinerl.records import EvaluationDone, TrainingDone, WeightUpdateSuccess
 
 MAX_POINTS = 1200
@@ -96,34 +95,6 @@ CHARTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSource:
-    """The records of a run that page and alarms share."""
-
-    run_dir: Path
-    cfg: Config
-    records: RunRecords
-    finetune: Points
-    actor: Points
-    preprocessor: Points
-
-    def points(self, role: str) -> Points:
-        return {"finetune": self.finetune, "actor": self.actor, "preprocessor": self.preprocessor}[role]
-
-
-def read_source(run_dir: Path) -> RunSource:
-    cfg = load_old_run(run_dir)
-    replicas = cfg.world.replicas
-    return RunSource(
-        run_dir=run_dir,
-        cfg=cfg,
-        records=read_records(run_dir, replicas=replicas, with_rollouts=False),
-        finetune=read_metrics(run_dir, "finetune"),
-        actor=read_metrics(run_dir, "actor"),
-        preprocessor=read_metrics(run_dir, "preprocessor"),
-    )
-
-
 def run_data(source: RunSource, ending: RunEnding | None = None) -> dict[str, Any]:
     """Return the data about a run, except its rollouts and alarms. ``ending``: of a run that is not finished."""
     return {
@@ -174,7 +145,7 @@ def figures(source: RunSource) -> list[tuple[str, str]]:
         ("tokens trained per second", _number(seen["tokens_trained_per_s"])),
         ("training", _duration(seen["training_s"])),
     ]
-    if (balance := balance_of(source.finetune, source.actor)) is not None:
+    if (balance := balance_of(source.series())) is not None:
         rows.append(("the trainer waits for data", f"{balance.trainer_waits.mean:.0%}"))
         rows.append(("server slots that max_lag_steps keeps empty", f"{balance.slots_held.mean:.0%}"))
     return [(label, value) for label, value in rows if "–" not in value]

@@ -51,11 +51,11 @@
   function alarms() {
     const found = runs.flatMap((run, index) => run.alarms.map((alarm) => ({ ...alarm, run: index })));
     $("#alarms").replaceChildren(...(found.length ? found.map((alarm) =>
-      make("div", { class: alarm.is_about_speed ? "alarm speed" : "alarm", "data-alarm": alarm.name },
-        make("b", {}, alarm.name), ` ${runs.length > 1 ? `(${runs[alarm.run].name}) ` : ""}${
-          alarm.step == null ? "" : `since step ${alarm.step}: `}${alarm.text}. `,
+      make("div", { class: alarm.level === "slow" ? "alarm speed" : "alarm", "data-alarm": alarm.title },
+        make("b", {}, alarm.title), ` ${runs.length > 1 ? `(${runs[alarm.run].name}) ` : ""}${
+          alarm.step == null ? "" : `since step ${alarm.step}: `}${alarm.evidence}. `,
         make("button", { type: "button", onclick: () => goto(alarm.run, alarm.step) }, "show rollouts"),
-        make("span", {}, alarm.cure)))
+        make("span", {}, alarm.fix)))
       : [make("p", { class: "fine" }, "No alarm.")]));
   }
 

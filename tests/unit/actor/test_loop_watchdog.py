@@ -19,9 +19,11 @@ import pytest
 from pipelinerl.actor.loop_watchdog import BLOCKED_S, PACKAGE, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s
 from pipelinerl.actor.messages import Blocked, Sampling
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
-from pipelinerl.inspect.alarms import History, alarms
+from pipelinerl.inspect.finding import found
 from pipelinerl.inspect.progress import blocked_loop_lines, blocked_places
+from pipelinerl.inspect.why.metrics import METRICS
 from pipelinerl.observability.status import RoleStatus, read_statuses
+from tests.evidence import evidence
 from tests.says import says
 
 PAUSE_S = BLOCKED_S + 1.5
@@ -235,10 +237,10 @@ def test_blocks_of_all_workers_become_a_metric_and_an_alarm(tmp_path: Path) -> N
     status.close()
     places = blocked_places(read_statuses(tmp_path))
     assert places == {"math": "sums.py:7 in score"}, "worker 0 did so last"
-    (alarm,) = alarms(History(actor=[{"step": 3}, {"step": 4, **point}], blocked_at=places))
+    (alarm,) = found(METRICS, evidence(actor=[{"step": 3}, {"step": 4, **point}], blocked_at=places))
     assert re.search(
         says("blocked event loop (math)", "step 4", "domain math", "9.0 s", "sums.py:7 in score"), alarm.line()
     )
-    assert "asyncio.to_thread" in alarm.cure
+    assert "asyncio.to_thread" in alarm.fix
     (line,) = blocked_loop_lines(point, {"actor_0": status.record()})
     assert re.search(says("domain math", "9 s", "sums.py:7 in score", "event=loop_blocked"), line)

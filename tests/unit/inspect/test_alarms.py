@@ -5,13 +5,18 @@ from collections import deque
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Any
 
 import pytest
 
-from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, Settings, alarms, reward_without_success
+from pipelinerl.inspect import finding
+from pipelinerl.inspect.curves import WINDOW
+from pipelinerl.inspect.finding import Finding
 from pipelinerl.inspect.page.build import collect
+from pipelinerl.inspect.why.metrics import METRICS, reward_without_success
 from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.streams import set_streams_backend
+from tests.evidence import config, evidence
 from tests.run_folder import Story, make_run
 from tests.says import says
 
@@ -24,38 +29,39 @@ def points(**curves: list[float]) -> list[dict]:
     return [{"step": i} | {name: values[i] for name, values in curves.items()} for i in range(num_points)]
 
 
-GOOD = History(
-    finetune=points(
+GOOD: dict[str, Any] = {
+    "finetune": points(
         entropy=[1.0 - 0.5 * x for x in RISING],  # more than a third is left, whatever success is
         clip_fraction=[0.05] * N,
         logratio_abs_max_lag0=[0.02] * N,
         live_version=[max(0.0, i - 1.0) for i in range(N)],
     ),
-    actor=points(
+    "actor": points(
         reward=RISING, success=RISING, no_answer=[0.2] * N, output_tokens=[100.0 + 50 * x for x in RISING],
         cut_by_length=[0.01] * N,
     ),
-    preprocessor=points(advantage_std=[0.5] * N),
-    messages=[WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1"))],
-    unreadable_share=0.001,
-)  # fmt: skip
+    "preprocessor": points(advantage_std=[0.5] * N),
+    "messages": [WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1"))],
+    "unreadable_share": 0.001,
+}  # fmt: skip
 
 
-def found(**changes: object) -> list[Alarm]:
-    return alarms(History(**{**vars(GOOD), **changes}))  # type: ignore[arg-type]
+def found(**changes: Any) -> list[Finding]:
+    return finding.found(METRICS, evidence(**(GOOD | changes)))
 
 
 def test_alarms_good_run_and_empty_run_have_none() -> None:
     assert found() == []
-    assert alarms(History()) == []
-    assert alarms(History(finetune=points(entropy=RISING)[:1], actor=points(success=RISING)[:1])) == []
+    assert finding.found(METRICS, evidence()) == []
+    one = evidence(finetune=points(entropy=RISING)[:1], actor=points(success=RISING)[:1])
+    assert finding.found(METRICS, one) == []
 
 
 def test_reward_hack_reward_grows_and_success_does_not() -> None:
     falling = [0.4 - 0.1 * x + 0.02 * (-1) ** i for i, x in enumerate(RISING)]
     (alarm,) = found(actor=points(reward=RISING, success=falling))
-    assert (alarm.name, alarm.step) == ("reward hack", 0)
-    assert "success from 0.39 to 0.31" in alarm.text
+    assert (alarm.title, alarm.step) == ("reward hack", 0)
+    assert "success from 0.39 to 0.31" in alarm.evidence
     assert found(actor=points(reward=RISING, success=[0.99] * N)) == [], "nothing was left to gain"
     assert found(actor=points(reward=[0.5] * N, success=[0.4] * N)) == [], "neither grows"
 
@@ -65,8 +71,8 @@ def test_reward_hack_of_a_run_that_has_twelve_points() -> None:
     reward = [0.50, 0.48, 0.52, 0.58, 0.66, 0.74, 0.78, 0.84, 0.88, 0.93, 0.96, 0.98]
     success = [0.16, 0.20, 0.24, 0.32, 0.38, 0.39, 0.33, 0.29, 0.24, 0.23, 0.18, 0.15]
     (alarm,) = found(actor=points(reward=reward, success=success))
-    assert (alarm.name, alarm.step) == ("reward hack", 0)
-    assert "reward went from 0.52 to 0.94 and success from 0.23 to 0.20" in alarm.text
+    assert (alarm.title, alarm.step) == ("reward hack", 0)
+    assert "reward went from 0.52 to 0.94 and success from 0.23 to 0.20" in alarm.evidence
     assert found(actor=points(reward=reward[:11], success=success[:11])) == [], "too few points to say"
 
 
@@ -98,7 +104,7 @@ def test_reward_hack_is_what_success_does_not_explain(
     success: tuple[float, float], form: tuple[float, float], pay: tuple[float, float], hacked: int
 ) -> None:
     runs = [running_means(seed, success=success, form=form, pay=pay) for seed in range(8)]
-    assert sum(bool(list(reward_without_success(History(actor=run)))) for run in runs) == hacked
+    assert sum(bool(list(reward_without_success(evidence(actor=run)))) for run in runs) == hacked
 
 
 def test_entropy_collapse_is_what_success_does_not_explain() -> None:
@@ -107,8 +113,8 @@ def test_entropy_collapse_is_what_success_does_not_explain() -> None:
     learning = points(success=success, reward=success)
     sure, unsure = points(entropy=[1.0] * 20 + [0.2] * 20), points(entropy=[1.0] * 20 + [0.3] * 20)
     (alarm,) = found(finetune=sure, actor=learning)
-    assert (alarm.name, alarm.step) == ("entropy collapse", 20)
-    assert "success of 0.40 explains a fall to 0.75" in alarm.text
+    assert (alarm.title, alarm.step) == ("entropy collapse", 20)
+    assert "success of 0.40 explains a fall to 0.75" in alarm.evidence
     assert found(finetune=unsure, actor=learning) == []
     noisy = points(entropy=[1.0] * 20 + [0.2 + 0.15 * (-1) ** i for i in range(20)])
     assert found(finetune=noisy, actor=learning) == [], "a fall from 0.75 to 0.2 is within its noise"
@@ -120,29 +126,29 @@ def test_length_explosion_needs_cuts_or_a_runaway() -> None:
     uncut = {"reward": RISING, "success": RISING, "output_tokens": growing}
     assert found(actor=points(**uncut, cut_by_length=[0.0] * N)) == []
     (alarm,) = found(actor=points(**uncut, cut_by_length=[0.3] * N))
-    assert alarm.name == "length explosion"
+    assert alarm.title == "length explosion"
     (alarm,) = found(actor=points(**(uncut | {"output_tokens": [100.0 * (1 + 6 * x) for x in RISING]})))
-    assert "grew from" in alarm.text
+    assert "grew from" in alarm.evidence
 
 
 def test_zero_advantages_cure_depends_on_success() -> None:
     zero = points(advantage_std=[0.5] * (N - WINDOW) + [0.0] * WINDOW)
     (alarm,) = found(preprocessor=zero)
-    assert (alarm.name, alarm.step) == ("all-zero advantages", N - WINDOW)
-    assert "solved" in alarm.cure
+    assert (alarm.title, alarm.step) == ("all-zero advantages", N - WINDOW)
+    assert "solved" in alarm.fix
     (alarm,) = found(preprocessor=zero, actor=points(success=[0.0] * N, reward=[0.0] * N))
-    assert "too hard" in alarm.cure
+    assert "too hard" in alarm.fix
 
 
 def test_clip_fraction_beyond_its_bound() -> None:
     (alarm,) = found(finetune=points(clip_fraction=[0.05] * 30 + [0.6] * 10))
-    assert (alarm.name, alarm.step) == ("clip fraction", 30)
+    assert (alarm.title, alarm.step) == ("clip fraction", 30)
 
 
 def test_forked_conversations_names_its_step_and_the_share_of_calls() -> None:
     forking = points(forks=[0.0] * 30 + [3.0] * 10, llm_calls=[8.0] * N)
     (alarm,) = found(actor=forking)
-    assert (alarm.name, alarm.step) == ("forked conversations", 30)
+    assert (alarm.title, alarm.step) == ("forked conversations", 30)
     assert re.search(says("3.0 of 8.0", "llm.chat_template"), alarm.line())
     assert found(actor=points(forks=[0.25] * N, llm_calls=[8.0] * N)) == []
 
@@ -150,52 +156,52 @@ def test_forked_conversations_names_its_step_and_the_share_of_calls() -> None:
 def test_mismatch_names_the_age_of_the_tokens_or_the_numerics() -> None:
     gap = [0.05] * 20 + [0.4] * 20
     (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.02] * N, lag_min=[0.0] * N))
-    assert (alarm.name, alarm.step) == ("mismatch", 20)
-    assert "age" in alarm.text
-    assert "max_lag_steps" in alarm.cure
+    assert (alarm.title, alarm.step) == ("mismatch", 20)
+    assert "age" in alarm.evidence
+    assert "max_lag_steps" in alarm.fix
     (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.9] * N, lag_min=[0.0] * N))
-    assert "numerics" in alarm.text
-    assert "fp32_lm_head" in alarm.cure
+    assert "numerics" in alarm.evidence
+    assert "fp32_lm_head" in alarm.fix
     assert found(finetune=points(logratio_abs_mean=[0.15] * N)) == []
 
 
 def test_stalled_version_only_when_it_stands_still() -> None:
     (alarm,) = found(finetune=points(live_version=[float(min(i, 12)) for i in range(N)]))
-    assert (alarm.name, alarm.step) == ("stalled version", 12)
-    assert re.search(says("version 12", "step 39"), alarm.text)
+    assert (alarm.title, alarm.step) == ("stalled version", 12)
+    assert re.search(says("version 12", "step 39"), alarm.evidence)
     rare = points(live_version=[float(i - i % 20) for i in range(N)])
-    assert found(finetune=rare, settings=Settings(steps_per_update=20)) == []
-    assert [alarm.name for alarm in found(finetune=rare)] == ["stalled version"]
+    assert found(finetune=rare, cfg=config("finetune.weight_update_interval=20")) == []
+    assert [alarm.title for alarm in found(finetune=rare)] == ["stalled version"]
 
 
 def test_stale_server_by_its_probe_and_by_its_log_probabilities() -> None:
     miss = ProbeMissed(server="actor_llm_1", version=7, since=6, is_final=False, reason="bytes differ")
-    (alarm,) = found(messages=[*GOOD.messages, miss, miss])
-    assert (alarm.name, alarm.step) == ("stale server", 7)
-    assert "actor_llm_1" in alarm.text
+    (alarm,) = found(messages=[*GOOD["messages"], miss, miss])
+    assert (alarm.title, alarm.step) == ("stale server", 7)
+    assert "actor_llm_1" in alarm.evidence
     (alarm,) = found(finetune=points(logratio_abs_max_lag0=[0.02] * 10 + [5.0] * 30))
-    assert (alarm.name, alarm.step) == ("stale server", 10)
+    assert (alarm.title, alarm.step) == ("stale server", 10)
 
 
 def test_server_that_differs_before_any_update_is_an_alarm_by_its_name_and_figures() -> None:
     message = CalibrationExceeded(server="actor_llm_1", difference=0.0124, limit=0.001)
-    (alarm,) = found(messages=[*GOOD.messages, message, message])
-    assert (alarm.name, alarm.step) == ("calibration", 0)
-    assert re.search(says("actor_llm_1", "0.012 nats", 0.001), alarm.text)
-    assert "weights.probe_tolerance" in alarm.cure
+    (alarm,) = found(messages=[*GOOD["messages"], message, message])
+    assert (alarm.title, alarm.step) == ("calibration", 0)
+    assert re.search(says("actor_llm_1", "0.012 nats", 0.001), alarm.evidence)
+    assert "weights.probe_tolerance" in alarm.fix
 
 
 def test_server_out_of_service_without_a_missed_probe() -> None:
-    (alarm,) = found(messages=[*GOOD.messages, WeightUpdateSuccess(version=9, servers=("actor_llm_0",))])
-    assert (alarm.name, alarm.step) == ("server out of service", 3)
-    assert "actor_llm_1" in alarm.text
+    (alarm,) = found(messages=[*GOOD["messages"], WeightUpdateSuccess(version=9, servers=("actor_llm_0",))])
+    assert (alarm.title, alarm.step) == ("server out of service", 3)
+    assert "actor_llm_1" in alarm.evidence
 
 
 def test_bad_tokenizer_by_its_text_and_by_its_answers() -> None:
     (alarm,) = found(unreadable_share=0.6)
-    assert alarm.name == "bad tokenizer"
+    assert alarm.title == "bad tokenizer"
     (alarm,) = found(actor=points(no_answer=[0.97] * N, success=[0.0] * N, reward=[0.0] * N))
-    assert alarm.name == "bad tokenizer"
+    assert alarm.title == "bad tokenizer"
     learned = points(no_answer=[0.97] * 20 + [0.1] * 20, success=RISING, reward=RISING)
     assert found(actor=learned) == [], "a model that learns the format"
 
@@ -213,25 +219,25 @@ STILL = points(reward=[0.4] * N, success=[0.4] * N)
 def test_flat_evaluation_is_one_whose_interval_shows_no_progress() -> None:
     """Of 512 rollouts 0.40 is 0.358 to 0.443 and 0.47 is 0.427 to 0.513: they overlap. 0.50 begins at 0.457."""
     (alarm,) = found(actor=STILL, evaluations=evaluated(0.40, 0.47))
-    assert alarm.name == "flat evaluation"
-    assert "0.358–0.443 and 0.427–0.513" in alarm.text
+    assert alarm.title == "flat evaluation"
+    assert "0.358–0.443 and 0.427–0.513" in alarm.evidence
     assert found(actor=STILL, evaluations=evaluated(0.40, 0.50)) == []
     (alarm,) = found(actor=STILL, evaluations=evaluated(0.40, 0.30))
-    assert alarm.name == "falling evaluation"
+    assert alarm.title == "falling evaluation"
     assert found(actor=STILL, evaluations=evaluated(0.99, 0.99)) == [], "it is solved"
 
 
 def test_evaluation_of_few_problems_does_not_contradict_training() -> None:
     assert found(evaluations=evaluated(0.4, 0.5, rollouts=30)) == [], "success on training problems rises"
     (alarm,) = found(actor=STILL, evaluations=evaluated(0.4, 0.5, rollouts=30))
-    assert "more test problems" in alarm.cure
+    assert "more test problems" in alarm.fix
 
 
 def test_low_effective_sample_size_names_what_is_not_set_already() -> None:
     falling = points(ess=[0.97] * 20 + [0.3] * 20)
-    (alarm,) = found(finetune=falling, settings=Settings(max_lag_steps=0, learning_rate=3e-5))
-    assert (alarm.name, alarm.step) == ("low effective sample size", 20)
-    assert alarm.cure == "You could set finetune.rl.proximal_every or lower finetune.learning_rate (it is 3e-05)"
+    (alarm,) = found(finetune=falling, cfg=config("max_lag_steps=0", "finetune.learning_rate=3e-5"))
+    assert (alarm.title, alarm.step) == ("low effective sample size", 20)
+    assert alarm.fix == "You could set finetune.rl.proximal_every or lower finetune.learning_rate (it is 3e-05)"
     assert found(finetune=points(ess=[0.0] * N)) == [], "nothing was sampled"
 
 
@@ -239,7 +245,7 @@ def test_rising_entropy_beyond_its_noise_without_success() -> None:
     noisy = [1.0 + (0.1 if place % 2 else 0.0) for place in range(N)]
     rising = [value + 0.5 * place / N for place, value in enumerate(noisy)]
     (alarm,) = found(finetune=points(entropy=rising), actor=STILL)
-    assert alarm.name == "rising entropy"
+    assert alarm.title == "rising entropy"
     assert found(finetune=points(entropy=noisy), actor=STILL) == []
     assert found(finetune=points(entropy=rising)) == [], "it succeeds"
 
@@ -248,12 +254,7 @@ def test_rising_entropy_beyond_its_noise_without_success() -> None:
 def test_groups_without_signal(never: float, always: float, name: str) -> None:
     solved = {"groups_never_solved": [0.5] * 30 + [never] * 10, "groups_always_solved": [0.1] * 30 + [always] * 10}
     (alarm,) = found(actor=points(reward=RISING, success=RISING, **solved))
-    assert (alarm.name, alarm.step) == (f"groups {name} solved", 30)
-
-
-def test_every_alarm_is_one_line_with_its_cure() -> None:
-    assert Alarm(name="x", step=3, text="it is so", cure="Do this").line() == "x since step 3: it is so. Do this"
-    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
+    assert (alarm.title, alarm.step) == (f"groups {name} solved", 30)
 
 
 @pytest.mark.parametrize(
@@ -267,4 +268,4 @@ def test_every_alarm_is_one_line_with_its_cure() -> None:
 )
 def test_report_of_a_planted_fault_names_it_first(tmp_path: Path, story: Story, name: str) -> None:
     set_streams_backend("files")
-    assert [alarm["name"] for alarm in collect(make_run(tmp_path / "run", story))["alarms"]] == [name]
+    assert [alarm["title"] for alarm in collect(make_run(tmp_path / "run", story))["alarms"]] == [name]

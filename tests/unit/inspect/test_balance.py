@@ -9,7 +9,6 @@ import pytest
 
 from pipelinerl.config.load import compose, load_old_run, parse
 from pipelinerl.inspect import status
-from pipelinerl.inspect.alarms import History, Settings, alarms
 from pipelinerl.inspect.balance import (
     Balance,
     Division,
@@ -20,13 +19,17 @@ from pipelinerl.inspect.balance import (
     share_of,
     splits_of,
 )
-from pipelinerl.inspect.causes import Evidence, causes
+from pipelinerl.inspect.finding import found
 from pipelinerl.inspect.page.build import collect
 from pipelinerl.inspect.report import summary_lines, write_report
+from pipelinerl.inspect.series import Series
+from pipelinerl.inspect.why.attempts import causes
+from pipelinerl.inspect.why.metrics import METRICS
 from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.records import SamplesProcessed
 from pipelinerl.streams import set_streams_backend
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
+from tests.evidence import evidence
 from tests.run_folder import Story, make_run
 
 STEPS = 12
@@ -64,14 +67,15 @@ def test_share_has_the_error_of_a_ratio() -> None:
 
 
 def test_balance_is_of_the_steps_after_the_first_quarter_and_of_the_actors_points_among_them() -> None:
-    found = balance_of(steps([50.0] * 3 + [1.0] * 9, step_s=3.0), actor([0.9] * 3 + [0.2] * 9))
-    assert found is not None
-    assert found.trainer_waits == (0.25, 0.0)
-    assert found.slots_held == (pytest.approx(0.2), pytest.approx(0.0))
-    assert found.ratio == pytest.approx(0.75 / 0.8)
-    assert balance_of(steps([1.0] * 10), actor([0.0] * 10)) is not None, "8 steps are left"
-    assert balance_of(steps([1.0] * 9), actor([0.0] * 9)) is None
-    assert balance_of(steps([1.0] * 12), [{"step": 3, "time": 3.0}] * 12) is None, "the actor says nothing about it"
+    seen = balance_of(Series(finetune=steps([50.0] * 3 + [1.0] * 9, step_s=3.0), actor=actor([0.9] * 3 + [0.2] * 9)))
+    assert seen is not None
+    assert seen.trainer_waits == (0.25, 0.0)
+    assert seen.slots_held == (pytest.approx(0.2), pytest.approx(0.0))
+    assert seen.ratio == pytest.approx(0.75 / 0.8)
+    assert balance_of(Series(finetune=steps([1.0] * 10), actor=actor([0.0] * 10))) is not None, "8 steps are left"
+    assert balance_of(Series(finetune=steps([1.0] * 9), actor=actor([0.0] * 9))) is None
+    silent = Series(finetune=steps([1.0] * 12), actor=[{"step": 3, "time": 3.0}] * 12)
+    assert balance_of(silent) is None, "the actor says nothing about it"
 
 
 @pytest.mark.parametrize(
@@ -90,10 +94,10 @@ def test_narrow_side_is_the_one_that_the_other_waits_for(waits: float, held: flo
 def test_narrow_nothing_is_said_of_what_may_be_noise() -> None:
     """One long wait, as of an evaluation, among steps that did not wait: a quarter of the time, ± a quarter."""
     wait = [0.0] * 20 + [7.0] + [0.0] * 6
-    found = balance_of(steps(wait), actor([0.0] * 27))
-    assert found is not None
-    assert found.trainer_waits.mean == pytest.approx(7 / 28)
-    assert found.narrow is None
+    seen = balance_of(Series(finetune=steps(wait), actor=actor([0.0] * 27)))
+    assert seen is not None
+    assert seen.trainer_waits.mean == pytest.approx(7 / 28)
+    assert seen.narrow is None
 
 
 def test_better_split_moves_a_device_to_the_narrow_side() -> None:
@@ -181,17 +185,17 @@ SPLITS = Divisions(
 def test_alarm_says_by_how_much_and_what_to_set_and_is_no_cause_of_not_learning(
     wait: float, held: float, name: str, words: tuple[str, ...]
 ) -> None:
-    history = History(finetune=steps([wait] * 20), actor=actor([held] * 20), settings=Settings(splits=SPLITS))
-    (alarm,) = alarms(history)
-    assert (alarm.name, alarm.step) == (name, None)
+    run = evidence(finetune=steps([wait] * 20), actor=actor([held] * 20), splits=SPLITS)
+    (alarm,) = found(METRICS, run)
+    assert (alarm.title, alarm.step) == (name, None)
     assert [word for word in words if word not in alarm.line()] == [], alarm.line()
-    assert causes(Evidence(history=history)) == []
+    assert causes(run) == []
 
 
 def test_alarm_is_silent_in_a_balanced_run_and_where_the_split_is_not_asked_for() -> None:
-    asked = Settings(splits=SPLITS)
-    assert alarms(History(finetune=steps([0.05] * 20), actor=actor([0.05] * 20), settings=asked)) == []
-    assert alarms(History(finetune=steps([1.0] * 20), actor=actor([0.0] * 20))) == []
+    balanced = evidence(finetune=steps([0.05] * 20), actor=actor([0.05] * 20), splits=SPLITS)
+    assert found(METRICS, balanced) == []
+    assert found(METRICS, evidence(finetune=steps([1.0] * 20), actor=actor([0.0] * 20))) == []
 
 
 def test_status_summary_report_and_the_live_watch_say_the_same(tmp_path: Path) -> None:
@@ -214,10 +218,9 @@ def test_status_summary_report_and_the_live_watch_say_the_same(tmp_path: Path) -
     assert cure in line
     page = collect(run)
     assert ("the trainer waits for data", "67%") in page["figures"]
-    assert [alarm["name"] for alarm in page["alarms"]] == ["trainer waits"]
+    assert [alarm["title"] for alarm in page["alarms"]] == ["trainer waits"]
     lines: list[str] = []
-    settings = Settings(splits=splits_of(cfg, made))
-    progress = ProgressLines(run, max_train_steps=many, say=lines.append, settings=settings)
+    progress = ProgressLines(run, cfg=cfg, say=lines.append)
     progress.add_message(SamplesProcessed(samples_processed=8, step=many, timestamp=time.time() + 1))
     (line,) = [line for line in lines if line.startswith("speed: trainer waits")]
     assert cure in line

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.failures import REASONS
-from pipelinerl.inspect.alarms import History, Settings
-from pipelinerl.inspect.causes import GIVEN_UP, Attempt, Drift, Evidence, Level, causes
-from pipelinerl.inspect.why import command_of
+from pipelinerl.inspect.finding import Level
+from pipelinerl.inspect.why.attempts import GIVEN_UP, causes
+from pipelinerl.inspect.why.evidence import Attempt, Drift
+from tests.evidence import config, evidence
 from tests.planted_runs import FAULTS, Fault, play
 
 
 @pytest.mark.parametrize("expected", FAULTS)
 def test_planted_failure_is_the_first_cause(expected: str) -> None:
     found = causes(play(FAULTS[expected]))
-    names = [cause.name for cause in found]
+    names = [cause.title for cause in found]
     assert names[:1] == [expected], [cause.line() for cause in found]
     assert len(names) == len(set(names)), "a check and an alarm of one name are one cause"
 
@@ -38,7 +39,7 @@ def test_server_that_says_the_same_while_the_trainer_moves_is_stale(
     change: float, apart: float, found: list[str]
 ) -> None:
     drift = Drift(first=50, last=100, contexts=1156, change=change, apart=apart)
-    assert [cause.name for cause in causes(Evidence(history=History(), drifts=[drift]))] == found
+    assert [cause.title for cause in causes(evidence(drifts=[drift]))] == found
 
 
 def test_a_policy_that_broke_is_not_too_hard_a_task() -> None:
@@ -48,9 +49,9 @@ def test_a_policy_that_broke_is_not_too_hard_a_task() -> None:
         for n in range(1024)
         for wins in [n < 64 and n % 4 == 0]
     ]
-    assert "too hard" not in [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    assert "too hard" not in [cause.title for cause in causes(evidence(attempts=attempts))]
     hopeless = [Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0) for n in range(1024)]
-    assert "too hard" in [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
+    assert "too hard" in [cause.title for cause in causes(evidence(attempts=hopeless))]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_task_is_too_hard_only_where_the_prompts_ask_it(asked: float | None, exp
         Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0, asked=asked if n % 4 else 1.0)
         for n in range(1024)
     ]
-    names = [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
+    names = [cause.title for cause in causes(evidence(attempts=hopeless))]
     assert expected in names
     assert len({"too hard", "problem not in prompt"} & set(names)) == 1
 
@@ -71,7 +72,7 @@ def test_prompt_in_other_words_says_nothing_of_a_run_that_solves_problems() -> N
         Attempt(group=f"{n // 8}", version=n // 64, reward=float(n % 2), success=float(n % 2), asked=0.0)
         for n in range(1024)
     ]
-    assert "problem not in prompt" not in [cause.name for cause in causes(Evidence(history=History(), attempts=solved))]
+    assert "problem not in prompt" not in [cause.title for cause in causes(evidence(attempts=solved))]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_prompt_in_other_words_says_nothing_of_a_run_that_solves_problems() -> N
     ],
 )
 def test_groups_that_are_given_up_accuse_what_most_of_them_failed_for(dropped: dict[str, int], expected: str) -> None:
-    (cause,) = causes(Evidence(history=History(), dropped=dropped, groups=99))
-    assert (cause.name, cause.level) == (expected, Level.DELIVERY)
-    assert "100 of 199 groups were given up" in cause.text
-    assert causes(Evidence(history=History(), dropped=dropped, groups=100)) == []
+    (cause,) = causes(evidence(dropped=dropped, groups=99))
+    assert (cause.title, cause.level) == (expected, Level.DELIVERY)
+    assert "100 of 199 groups were given up" in cause.evidence
+    assert causes(evidence(dropped=dropped, groups=100)) == []
 
 
 def test_every_reason_of_a_dropped_group_has_a_cause() -> None:
@@ -106,7 +107,7 @@ def test_judge_is_down_only_where_success_ends_at_once(last_success: int, found:
         for n in range(1024)
         for reward in [0.0 if n > 511 else float(n % 3)]
     ]
-    names = [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    names = [cause.title for cause in causes(evidence(attempts=attempts))]
     assert ("judge down" in names) is found
 
 
@@ -119,12 +120,12 @@ def test_context_that_ends_most_answers_is_named_with_its_length(full: int, foun
         )
         for n in range(1024)
     ]
-    history = History(settings=Settings(max_model_len=24, max_tokens=16))
-    named = [cause for cause in causes(Evidence(history=history, attempts=attempts)) if cause.name == "full context"]
-    assert [cause.name for cause in named] == found
+    cfg = config("vllm_config.vllm_kwargs.max_model_len=24")
+    named = [cause for cause in causes(evidence(cfg=cfg, attempts=attempts)) if cause.title == "full context"]
+    assert [cause.title for cause in named] == found
     for cause in named:
-        assert "600 of 1024 attempts" in cause.text
-        assert "max_model_len (it is 24)" in cause.cure
+        assert "600 of 1024 attempts" in cause.evidence
+        assert "max_model_len (it is 24)" in cause.fix
 
 
 def groups_of(answers: list[str], rewards: list[list[float]]) -> list[Attempt]:
@@ -137,7 +138,7 @@ def groups_of(answers: list[str], rewards: list[list[float]]) -> list[Attempt]:
 
 
 def named(attempts: list[Attempt]) -> list[str]:
-    found = [cause.name for cause in causes(Evidence(history=History(), answers=attempts))]
+    found = [cause.title for cause in causes(evidence(answers=attempts))]
     return [name for name in found if name in ("noisy judge", "confident failures")]
 
 
@@ -181,13 +182,13 @@ def test_failures_are_confident_where_all_attempts_agree_and_many_such_groups_fa
 def test_command_names_a_group_of_a_domain_of_any_name() -> None:
     rewards = [[1.0] * 4] * 60 + [[float(n >= 12)] * 4 for n in range(30)]
     attempts = [replace(attempt, group=f"my {{x}}-{attempt.group}") for attempt in groups_of(["aaaa"] * 90, rewards)]
-    found = causes(Evidence(history=History(), answers=attempts))
-    (cause,) = (cause for cause in found if cause.name == "confident failures")
-    assert command_of(cause, Path("/r/a {run}")) == "pipelinerl rollouts '/r/a {run}' --group='my {x}-0-71'"
+    found = causes(evidence(answers=attempts))
+    (cause,) = (cause for cause in found if cause.title == "confident failures")
+    assert cause.command_in(Path("/r/a {run}")) == "pipelinerl rollouts '/r/a {run}' --group='my {x}-0-71'"
 
 
 def test_an_entropy_collapse_beside_confident_failures_may_be_that_of_wrong_references() -> None:
     """A policy that is right keeps no entropy either, and wrong references keep success down."""
     found = causes(play(Fault(learning_rate=0.3, unsayable=0.5)))
-    assert [cause.name for cause in found] == ["entropy collapse", "confident failures"]
-    assert found[0].cure.startswith("If the answers of the confident failures below are right, mend their references.")
+    assert [cause.title for cause in found] == ["entropy collapse", "confident failures"]
+    assert found[0].fix.startswith("If the answers of the confident failures below are right, mend their references.")

@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect import samples
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.page import browser, build, data
 from pipelinerl.inspect.report import RunRecords
 from pipelinerl.inspect.samples import SeenRollout
+from pipelinerl.inspect.why import evidence
 from pipelinerl.records import (
     EvaluationDone,
     Rollout,
@@ -127,7 +129,7 @@ def test_survivorship_adds_counts_and_weighs_means() -> None:
 
 
 def test_time_by_role_is_what_the_metrics_add_up_to(run_dir: Path) -> None:
-    trainer, servers = data.time_by_role(data.read_source(run_dir))
+    trainer, servers = data.time_by_role(evidence.read_source(run_dir))
     assert dict(trainer["parts"]) == {
         "training": 7.0,
         "waiting for data": pytest.approx(2.8),
@@ -209,7 +211,7 @@ def test_sequence_data_of_a_long_sequence_leaves_out_its_middle(text: TokenText)
 
 
 def test_candidates_cover_the_run_evenly_whatever_is_cut(text: TokenText) -> None:
-    candidates = browser.Candidates(per_step=2)
+    candidates = samples.Candidates(per_step=2)
     candidates.add(seen(text, step=step, group=f"0-{step}", attempt=a) for step in range(64) for a in range(3))
     assert candidates.seen == 192
     steps = [rollout.step for rollout in candidates.in_turn()]
@@ -262,14 +264,14 @@ def test_build_page_what_a_model_says_cannot_leave_the_data(run_dir: Path) -> No
 
 def test_unreadable_share_counts_unknown_and_broken_tokens(text: TokenText) -> None:
     good = seen(text)
-    assert browser.unreadable_share([good], text) == 0.0
+    assert evidence.unreadable_share([good], text) == 0.0
     sequence = good.rollout.sequences[0]
     ids = sequence.token_ids.copy()
     ids[3] = 60_000
     sequences = (msgspec.structs.replace(sequence, token_ids=ids),)
     bad = SeenRollout(**{**vars(good), "rollout": msgspec.structs.replace(good.rollout, sequences=sequences)})
-    assert browser.unreadable_share([bad], text) == 0.25
-    assert browser.unreadable_share([], text) is None
+    assert evidence.unreadable_share([bad], text) == 0.25
+    assert evidence.unreadable_share([], text) is None
 
 
 def test_page_of_a_run_that_imitates_has_its_losses_and_no_figures_of_rollouts(run_dir: Path) -> None:

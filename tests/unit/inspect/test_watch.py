@@ -6,10 +6,13 @@ import threading
 import time
 from pathlib import Path
 
-from pipelinerl.inspect.watch import AlarmWatch, MetricsTail
+from pipelinerl.inspect.series import Series
+from pipelinerl.inspect.why.watch import AlarmWatch, MetricsTail
 from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
+from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, SamplesProcessed, TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+from tests.evidence import config
 from tests.says import says
 
 MISS = ProbeMissed(server="actor_llm_1", version=7, since=6, is_final=True, reason="bytes differ")
@@ -21,52 +24,54 @@ def write(path: Path, clipped: list[float], *, mode: str = "a") -> None:
         file.writelines(json.dumps({"step": i, "clip_fraction": c, "loss": 1.0}) + "\n" for i, c in enumerate(clipped))
 
 
-def test_tail_reads_what_is_new_keeps_what_alarms_read_and_waits_for_whole_lines(tmp_path: Path) -> None:
+def test_tail_reads_what_is_new_and_waits_for_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics" / "finetune.jsonl"
-    tail = MetricsTail(path)
-    tail.read()
-    assert tail.points == []
+    series = Series()
+    tail = MetricsTail(tmp_path, "finetune", series)
+
+    def clipped() -> tuple[list, ...]:
+        tail.read()
+        return series.of(TrainerMetric.CLIP_FRACTION)
+
+    assert clipped() == ([], [])
     write(path, [0.1])
     with path.open("a") as file:
         file.write('{"step": 1, "clip_fr')
-    tail.read()
-    assert tail.points == [{"step": 0, "clip_fraction": 0.1}]
+    assert clipped() == ([0], [0.1])
     with path.open("a") as file:
         file.write('action": 0.2}\n')
-    tail.read()
-    assert tail.points[1:] == [{"step": 1, "clip_fraction": 0.2}]
+    assert clipped() == ([0, 1], [0.1, 0.2])
     write(path, [0.3], mode="w")
-    tail.read()
-    assert tail.points == [{"step": 0, "clip_fraction": 0.3}]
+    assert clipped() == ([0], [0.3])
 
 
 def test_new_tells_every_alarm_once(tmp_path: Path) -> None:
-    watch = AlarmWatch(tmp_path, every_s=0.0)
+    watch = AlarmWatch(tmp_path, config(), every_s=0.0)
     assert watch.new() == []
     write(tmp_path / "metrics" / "finetune.jsonl", [0.9] * 20)
     watch.add_message(MISS)
-    assert [alarm.name for alarm in watch.new()] == ["stale server", "clip fraction"]
+    assert [alarm.title for alarm in watch.new()] == ["stale server", "clip fraction"]
     assert watch.new() == []
-    later = AlarmWatch(tmp_path, every_s=3600.0)
-    assert [alarm.name for alarm in later.new()] == ["clip fraction"]
+    later = AlarmWatch(tmp_path, config(), every_s=3600.0)
+    assert [alarm.title for alarm in later.new()] == ["clip fraction"]
     assert later.new() == [], "too early to look again"
     later.add_message(MISS)
-    assert [alarm.name for alarm in later.new()] == ["stale server"], "at once: the run may end with it"
+    assert [alarm.title for alarm in later.new()] == ["stale server"], "at once: the run may end with it"
 
 
 def test_new_tells_of_every_server_that_misses_the_same_version(tmp_path: Path) -> None:
-    watch = AlarmWatch(tmp_path, every_s=0.0)
+    watch = AlarmWatch(tmp_path, config(), every_s=0.0)
     told = []
     for server in ("a", "b", "b", "a"):
         watch.add_message(ProbeMissed(server=server, version=7, since=6, is_final=True, reason="bytes differ"))
         watch.add_message(CalibrationExceeded(server=server, difference=0.5, limit=0.2))
-        told.append([(alarm.name, alarm.server) for alarm in watch.new()])
-    assert told == [[("stale server", name), ("calibration", name)] for name in "ab"] + [[], []]
+        told.append([(alarm.title, alarm.about) for alarm in watch.new()])
+    assert told == [[("calibration", name), ("stale server", name)] for name in "ab"] + [[], []]
 
 
 def test_new_tells_an_alarm_once_whose_first_step_moves(tmp_path: Path) -> None:
     """The servers take a version now and then, far behind the trainer: each look finds another first step."""
-    watch = AlarmWatch(tmp_path, every_s=0.0)
+    watch = AlarmWatch(tmp_path, config(), every_s=0.0)
     told = []
     for look in range(4):
         points = [{"step": 100 * look + i, "live_version": 10 * look} for i in range(100, 120)]
@@ -74,7 +79,7 @@ def test_new_tells_an_alarm_once_whose_first_step_moves(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:
             file.writelines(json.dumps(point) + "\n" for point in points)
-        told.append([(alarm.name, alarm.step) for alarm in watch.new()])
+        told.append([(alarm.title, alarm.step) for alarm in watch.new()])
     assert told == [[("stalled version", 0)], [], [], []]
 
 
@@ -90,7 +95,7 @@ def test_progress_lines_show_an_alarm_after_its_step(tmp_path: Path) -> None:
 
     write(tmp_path / "metrics" / "finetune.jsonl", [0.9] * 20)
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
-        progress = ProgressLines(tmp_path, max_train_steps=30, say=say)
+        progress = ProgressLines(tmp_path, cfg=config("finetune.max_train_steps=30"), say=say)
         follower = TopicFollower(tmp_path, progress, last_step=30)
         writer.write(MISS)
         writer.write(SamplesProcessed(samples_processed=8, step=20, timestamp=time.time() + 1))

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.inspect.why import goes_on, is_full, main, share_asked
+from pipelinerl.inspect.why.__main__ import main
+from pipelinerl.inspect.why.evidence import goes_on, is_full, share_asked
 from pipelinerl.records import TrainingSequence
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import Story, make_run
@@ -90,4 +91,4 @@ def test_causes_have_their_evidence_a_command_and_a_cure(tmp_path: Path, capsys:
     assert lines[2].startswith("   do:   Keep weights.probe on")
     assert main([str(run), "--json"]) == 1
     (cause,) = json.loads(capsys.readouterr().out)
-    assert (cause["name"], cause["level"]) == ("stale server", "delivery")
+    assert (cause["title"], cause["level"]) == ("stale server", "delivery")

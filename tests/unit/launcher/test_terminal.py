@@ -7,6 +7,7 @@ from pathlib import Path
 from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingResumed
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+from tests.evidence import config
 
 
 def step(number: int, timestamp: float) -> SamplesProcessed:
@@ -26,7 +27,7 @@ def test_resumed_run_shows_no_old_lines_and_repeated_steps_once(tmp_path: Path) 
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         for number in (1, 2, 3):
             writer.write(step(number, time.time() - 100))
-        progress = ProgressLines(tmp_path, max_train_steps=9, say=say, every_s=0)
+        progress = ProgressLines(tmp_path, cfg=config("finetune.max_train_steps=9"), say=say, every_s=0)
         follower = TopicFollower(tmp_path, progress, last_step=9)
         now = time.time() + 1
         writer.write(TrainingResumed(step=2, repeated=1, timestamp=now))
@@ -53,7 +54,11 @@ def test_fast_steps_are_said_first_and_last_and_noted_between(tmp_path: Path) ->
 
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         progress = ProgressLines(
-            tmp_path, max_train_steps=5, say=say, note=lambda line: noted.append(line.split()[1]), every_s=3600
+            tmp_path,
+            cfg=config("finetune.max_train_steps=5"),
+            say=say,
+            note=lambda line: noted.append(line.split()[1]),
+            every_s=3600,
         )
         follower = TopicFollower(tmp_path, progress, last_step=5)
         for number in range(1, 6):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.load import compose, load_run, parse
-from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.tracking import COLUMNS, RunTracking, sample_rows, token_text_of
 from pipelinerl.observability import trackers
 from tests.run_folder import GROUPS, Story, make_run
@@ -55,7 +55,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_alarms_tables_and_report_reach_the_trackers_that_take_text(run_dir: Path) -> None:
     told = RunTracking(load_run(run_dir), run_dir)
-    told.alarm(Alarm(name="hack", step=3, text="reward without success", cure="Read the rollouts"))
+    told.alarm(Finding(Level.REWARD, "hack", "reward without success", "Read the rollouts", step=3))
     for step in (1, 2, 3, 5):
         told.step(step)
     told.keep(run_dir / "report.html")

@@ -115,14 +115,14 @@ WANDB_LAUNCHER = """
 import sys
 from pathlib import Path
 from pipelinerl.config.load import load_old_run
-from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.tracking import RunTracking
 
 run_dir = Path(sys.argv[1])
 tracking = RunTracking(load_old_run(run_dir), run_dir)
 for step in range(1, 7):
     tracking.step(step)
-tracking.alarm(Alarm(name="hack", step=3, text="it grew", cure="Look at it"))
+tracking.alarm(Finding(Level.REWARD, "hack", "it grew", "Look at it", step=3))
 (run_dir / "report.html").write_text("<html></html>")
 tracking.keep(run_dir / "report.html")
 tracking.close()

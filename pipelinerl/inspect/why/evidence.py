@@ -1,92 +1,166 @@
-"""`pipelinerl why RUN`: what keeps a run from learning, the likeliest cause first.
+"""What is on record about a run, read once for the checks: curves, messages, evaluations, and single attempts.
 
-    pipelinerl why results/x               every cause with its evidence, the command that shows it, and what to do
-    pipelinerl why results/x --json        the same as one JSON list
-
-Reads the folder of a running or ended run and changes nothing in it. It exits with 1 if it found a cause, else with 0.
-`inspect.causes` has the checks, this module what they read.
+Reads the folder of a running or ended run and changes nothing in it.
 """
 
 import hashlib
 import json
-import shlex
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import newest_export
+from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import max_model_len
-from pipelinerl.errors import ConfigError, told_in_one_line, visible
-from pipelinerl.inspect.causes import Attempt, Cause, Drift, Evidence, Level, causes
-from pipelinerl.inspect.decode import TokenText, load_token_text, problem_fields
-from pipelinerl.inspect.ending import ending_alarms, read_ending
-from pipelinerl.inspect.page.browser import Candidates
-from pipelinerl.inspect.page.build import history_of, measure_unreadable
-from pipelinerl.inspect.page.data import read_source
-from pipelinerl.inspect.reading import command_parser, look_into
-from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
+from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.balance import Divisions, read_splits
+from pipelinerl.inspect.decode import BROKEN, TokenText, load_token_text, problem_fields
+from pipelinerl.inspect.progress import blocked_places
+from pipelinerl.inspect.reading import look_into
+from pipelinerl.inspect.report import RunRecords, read_records
+from pipelinerl.inspect.samples import PER_STEP, Candidates, SeenRollout, read_tests, read_training
+from pipelinerl.inspect.series import Series
 from pipelinerl.observability.archive import chosen
 from pipelinerl.observability.catalogue import ActorMetric
-from pipelinerl.records import TrainingSequence
+from pipelinerl.observability.metrics import Points, read_metrics
+from pipelinerl.observability.status import read_statuses
+from pipelinerl.records import EvaluationDone, TrainerMessage, TrainingSequence
 
-PER_STEP = 16
-"""Attempts of an optimizer step that are looked at, with the attempts at one problem together."""
 LONG_TEXT = 16
 """Characters of a problem's text from which its absence from the prompt means something."""
 FIRST_TOKENS = 8
 """Tokens of an answer that may stand in the same context under two versions."""
 PART = 0.2
 """Share of such a text that is no accident."""
+CHECKED_TOKENS = 100
+"""Tokens of one span that are decoded to find out whether they are text."""
+CHECKED_FOR_TEXT = 200
+"""Number of rollouts that are decoded to find out whether the tokenizer fits the model."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
-    parser = command_parser("why", __doc__)
-    parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--json", action="store_true", help="one JSON list")
-    arguments = parser.parse_args(argv)
-    evidence = read_evidence(arguments.run)
-    found = [*ended(arguments.run), *causes(evidence)]
-    if arguments.json:
-        print(json.dumps([as_data(cause, arguments.run) for cause in found], indent=2))
-    else:
-        print(visible("\n".join(lines(found, arguments.run, len(evidence.attempts)))))
-    return int(bool(found))
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What is on record about one training rollout."""
+
+    group: str
+    version: int
+    """Oldest weight version that sampled a token of it."""
+    reward: float
+    success: float | None = None
+    is_error: bool = False
+    """The domain says that it failed, although it read an answer."""
+    answer: bytes | None = None
+    """Digest of all its tokens, of the prompt and of tools, too. Equal ones are the same answer to the same problem.
+    Known in `Evidence.answers` alone."""
+    tokens: int = 1
+    """Sampled."""
+    is_cut: bool = False
+    """The server ended an answer for its length."""
+    is_full: bool = False
+    """It did so because the context was full, prompt and all."""
+    certainty: float = 0.0
+    """Mean log-probability of its tokens when they were sampled."""
+    asked: float | None = None
+    """Share of the problem's text that the prompt holds, from its beginning or to its end, 0 for next to nothing.
+
+    None: the problem has no text that is long enough."""
+    is_end_trained: bool | None = None
+    """Whether the token that ended the answer is trained. None: the answer did not end by itself."""
+    goes_on: bool = False
+    """Tokens were sampled after the one that ends an answer."""
+    advantage: float | None = None
+    moved: float | None = None
+    """Mean change of its tokens' log-probability from the sampler to the trainer. None: not on record, or no lag."""
 
 
-def ended(run_dir: Path) -> list[Cause]:
-    """The cause of a run that failed."""
-    failure = ending_alarms(read_ending(run_dir))
-    return [Cause(**vars(alarm), level=Level.DELIVERY, command="pipelinerl status {run}") for alarm in failure]
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How far servers moved from one weight version to another, by equal tokens in equal contexts."""
+
+    first: int
+    last: int
+    contexts: int
+    change: float
+    """Mean change of the servers' log-probability in nats."""
+    apart: float
+    """Mean distance of the trainer from the sampler between the versions, on tokens of the same places in answers."""
 
 
-def lines(found: Sequence[Cause], run_dir: Path, attempts: int) -> list[str]:
-    if not found:
-        return [f"nothing looks wrong in {run_dir}: its metrics and {attempts} of its attempts were looked at"]
-    text = []
-    for number, cause in enumerate(found, 1):
-        since = "" if cause.step is None else f" since step {cause.step}"
-        text += [f"{number}. {cause.name}{since}: {cause.text}", f"   look: {command_of(cause, run_dir)}"]
-        text += [f"   do:   {cause.cure}"]
-    return text
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a run. While it goes on, of what checks of single attempts read nothing is."""
+
+    cfg: Config
+    series: Series = field(default_factory=Series)
+    splits: Divisions | None = None
+    """Of the devices. None: whether the present one is balanced is not asked."""
+    messages: Sequence[TrainerMessage] = ()
+    evaluations: Sequence[EvaluationDone] = ()
+    blocked_at: Mapping[str, str] = field(default_factory=dict)
+    """Domain → where it blocked the event loop of a rollout worker last."""
+    unreadable_share: float | None = None
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None = not measured."""
+    attempts: Sequence[Attempt] = ()
+    """Some of every step, in the order of their versions."""
+    answers: Sequence[Attempt] = ()
+    """All on record, in the same order: what they said and earned, and nothing else of them."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Reason → groups that the actor gave up."""
+    groups: int = 0
+    """Groups that the actor published."""
+    drifts: Sequence[Drift] = ()
+    """Between the evaluated versions, in order."""
 
 
-def command_of(cause: Cause, run_dir: Path) -> str:
-    command = cause.command.replace("{step}", str(cause.step or 0))  # no format: a group's name may have braces
-    return command.replace("{run}", shlex.quote(str(run_dir)))
+@dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """The records of a run that page and checks share."""
+
+    run_dir: Path
+    cfg: Config
+    records: RunRecords
+    finetune: Points
+    actor: Points
+    preprocessor: Points
+
+    def points(self, role: str) -> Points:
+        return {"finetune": self.finetune, "actor": self.actor, "preprocessor": self.preprocessor}[role]
+
+    def series(self) -> Series:
+        return Series(finetune=self.finetune, actor=self.actor, preprocessor=self.preprocessor)
 
 
-def as_data(cause: Cause, run_dir: Path) -> dict[str, Any]:
-    return vars(cause) | {"level": cause.level.name.lower(), "command": command_of(cause, run_dir)}
+def read_source(run_dir: Path) -> RunSource:
+    cfg = load_old_run(run_dir)
+    return RunSource(
+        run_dir=run_dir,
+        cfg=cfg,
+        records=read_records(run_dir, replicas=cfg.world.replicas, with_rollouts=False),
+        finetune=read_metrics(run_dir, "finetune"),
+        actor=read_metrics(run_dir, "actor"),
+        preprocessor=read_metrics(run_dir, "preprocessor"),
+    )
+
+
+def evidence_of(source: RunSource) -> Evidence:
+    """What is on record but for single attempts."""
+    return Evidence(
+        cfg=source.cfg,
+        series=source.series(),
+        splits=read_splits(source.run_dir, source.cfg),
+        messages=source.records.trainer,
+        evaluations=source.records.evaluations,
+        blocked_at=blocked_places(read_statuses(source.run_dir)),
+    )
 
 
 def read_evidence(run_dir: Path) -> Evidence:
-    """Read what is on record about a run. Its tokenizer is optional: without it no text is compared."""
+    """Read all that is on record. The run's tokenizer is optional: without it no text is compared."""
     with look_into(run_dir):
         source = read_source(run_dir)
         by_step: dict[int, list[SeenRollout]] = defaultdict(list)
@@ -101,17 +175,35 @@ def read_evidence(run_dir: Path) -> Evidence:
         text: TokenText | None = load_token_text(run_dir)
     except ConfigError:
         text = None
-    unreadable = None if text is None else measure_unreadable(candidates, text)
     ends, longest = end_tokens(run_dir, source.cfg.model_path), max_model_len(source.cfg)
     newest = source.actor[-1] if source.actor else {}
-    return Evidence(
-        history=history_of(source, unreadable),
+    return replace(
+        evidence_of(source),
+        unreadable_share=None if text is None else unreadable_share(candidates.in_turn(), text),
         attempts=[attempt_of(seen, text, ends, longest) for _, own in sorted(by_step.items()) for seen in _few(own)],
         answers=[answer_of(seen) for _, own in sorted(by_step.items()) for seen in own],
         dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
         groups=int(newest.get(ActorMetric.GROUPS) or 0),
         drifts=drifts,
     )
+
+
+def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens.
+
+    Of the first rollouts the first tokens of every span are looked at.
+    """
+    bad = total = 0
+    for seen in islice(rollouts, CHECKED_FOR_TEXT):
+        for sequence in seen.rollout.sequences:
+            for start, end, _ in sequence.spans.tolist():
+                ids = sequence.token_ids[start : min(end, start + CHECKED_TOKENS)].tolist()
+                total += len(ids)
+                bad += sum(
+                    BROKEN in piece or not text.is_known(token)
+                    for token, piece in zip(ids, text.pieces(ids), strict=True)
+                )
+    return bad / total if total else None
 
 
 def drifts_of(evaluated: Iterable[SeenRollout], trained: Iterable[SeenRollout]) -> list[Drift]:
@@ -275,7 +367,3 @@ def changes_of(seen: SeenRollout) -> np.ndarray | None:
         if score is not None and len(score.logprobs) == len(sequence.logprobs)
     ]
     return np.concatenate(changes) if changes else None
-
-
-if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
