@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.struck_run import Strike, run_struck
+from pipelinerl.inspect.finding import Level
 from pipelinerl.launcher.gpu_check.checks import experiment, find_machine
 from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, judge_quickstart
 
@@ -28,7 +29,7 @@ def test_quickstart_learns_on_one_shared_gpu(runner: str, tmp_path: Path) -> Non
     env = {"VLLM_USE_V2_MODEL_RUNNER": runner}
     facts = experiment(f"runner {runner}", machine, tmp_path / "run", options, 1000, env)
     assert not facts["problem"], facts
-    assert [verdict.outcome for verdict in judge_quickstart(machine, facts)] == ["passed", "passed"], facts
+    assert [verdict.level for verdict in judge_quickstart(machine, facts)] == [Level.PASSED] * 2, facts
     assert facts["attention_backend"], "vLLM's log does not name the attention backend"
     assert facts["has_graphs"]
 

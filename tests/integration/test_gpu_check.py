@@ -22,7 +22,7 @@ def test_every_check_runs_and_is_judged(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) <= 40
     assert "REHEARSAL" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
-    outcomes = {verdict["check"]: verdict["outcome"] for verdict in found["verdicts"]}
+    outcomes = {verdict["title"]: verdict["level"] for verdict in found["verdicts"]}
     assert outcomes == {
         "imports": "passed",
         "trainer, 128: speed": "noted",

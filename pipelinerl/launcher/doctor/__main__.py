@@ -13,7 +13,6 @@ domain cannot be played.
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import sys
 import tempfile
@@ -24,10 +23,11 @@ from typing import Any
 from pipelinerl.domains.contract import Domain, cfg_of_domains, domains_of
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
+from pipelinerl.inspect.finding import Finding, as_json, found, lines
 from pipelinerl.inspect.reading import command_parser, natural
 from pipelinerl.launcher.command_line import composed, quoted
 from pipelinerl.launcher.command_line import main as launch
-from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
+from pipelinerl.launcher.doctor.findings import DOMAIN, Seen, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
 from pipelinerl.observability.logging import redacted, shown
 
@@ -46,23 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shown("\n".join(lines_of(name, seen, findings))))
     code = play_with_model(args) if args.with_model else 0
     if args.json:
-        text = redacted(json.dumps([as_json(*one) for one in examined], indent=1))
+        text = redacted(json.dumps([data_of(*one) for one in examined], indent=1))
         args.json.write_text(text + "\n", encoding="utf-8")
     return code or int(any(findings for _, _, findings in examined))
 
 
 def parser() -> argparse.ArgumentParser:
-    found = command_parser("doctor", __doc__)
-    found.add_argument("--config-name", required=True, metavar="NAME", help="the experiment")
-    found.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own configurations")
-    found.add_argument("--problems", type=natural, default=24, metavar="N", help="problems that every player plays")
-    found.add_argument("--seconds", type=float, default=40.0, metavar="S", help="a slow domain plays fewer problems")
-    found.add_argument("--parallel", type=natural, default=8, metavar="N", help="rollouts at a time")
-    found.add_argument("--with-model", action="store_true", help="play with the experiment's model, too")
-    found.add_argument("--seed", type=int, default=0, help="of the players' random answers")
-    found.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
-    found.add_argument("overrides", nargs="*", metavar="key=value", help="as in `pipelinerl launch`")
-    return found
+    options = command_parser("doctor", __doc__)
+    options.add_argument("--config-name", required=True, metavar="NAME", help="the experiment")
+    options.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own configurations")
+    options.add_argument("--problems", type=natural, default=24, metavar="N", help="problems that every player plays")
+    options.add_argument("--seconds", type=float, default=40.0, metavar="S", help="a slow domain plays fewer problems")
+    options.add_argument("--parallel", type=natural, default=8, metavar="N", help="rollouts at a time")
+    options.add_argument("--with-model", action="store_true", help="play with the experiment's model, too")
+    options.add_argument("--seed", type=int, default=0, help="of the players' random answers")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    options.add_argument("overrides", nargs="*", metavar="key=value", help="as in `pipelinerl launch`")
+    return options
 
 
 def play_with_model(args: argparse.Namespace) -> int:
@@ -86,15 +86,15 @@ def play_with_model(args: argparse.Namespace) -> int:
 
 def examine_domain(
     domain: Domain, container: Mapping[str, Any], args: argparse.Namespace
-) -> tuple[str, Seen, list[Weakness]]:
+) -> tuple[str, Seen, list[Finding]]:
     rollout = domain.rollout()
     train, test = domain.train_problems(), domain.test_problems()
     stage = Stage(cfg_of_domains(container), rollout, parallel=args.parallel, seed=args.seed)
     seen = asyncio.run(examine(stage, train, test, args.problems, args.seconds))
-    return domain.section.name, seen, diagnose(seen)
+    return domain.section.name, seen, found(DOMAIN, seen)
 
 
-def lines_of(name: str, seen: Seen, findings: Sequence[Weakness]) -> list[str]:
+def lines_of(name: str, seen: Seen, findings: Sequence[Finding]) -> list[str]:
     rows = [f"{name}: {'player':<24} {'success':>8} {'reward':>8} {'tokens':>8}"]
     rows += [
         f"{'':<{len(name)}}  {player:<24} {success:>8.0%} {reward:>8.3g} {tokens:>8.0f}"
@@ -103,17 +103,15 @@ def lines_of(name: str, seen: Seen, findings: Sequence[Weakness]) -> list[str]:
     if seen.answers is None:
         count = len({rollout.problem for rollout in seen.rollouts})
         rows.append(f"no value of the {count} problems is surely the answer: what a right answer earns was not tried")
-    for finding in findings:
-        rows += [f"✗ {finding.what}", f"  {finding.evidence}", f"  → {finding.cure}"]
-    return rows if findings else [*rows, "nothing was found that a policy would exploit"]
+    return [*rows, *(lines(findings) or ["nothing was found that a policy would exploit"])]
 
 
-def as_json(name: str, seen: Seen, findings: Sequence[Weakness]) -> dict[str, Any]:
+def data_of(name: str, seen: Seen, findings: Sequence[Finding]) -> dict[str, Any]:
     keys = ("player", "success", "reward", "tokens")
     return {
         "domain": name,
         "players": [dict(zip(keys, row, strict=True)) for row in earnings(seen.rollouts)],
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "findings": as_json(findings),
     }
 
 

@@ -6,10 +6,11 @@ end of its interval lies above the upper end of what `chance` earns in the same 
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.inspect.curves import wilson
+from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.doctor.policies import CHANCE, PADDED, REFERENCE, UNRELATED
 
 HALF = 0.5
@@ -39,13 +40,6 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weakness:
-    what: str
-    evidence: str
-    cure: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Seen:
     """Everything that was observed of one domain."""
 
@@ -60,25 +54,6 @@ class Seen:
     """The right value by problem. None: no value of the problems is one."""
     hidden: Sequence[str] = ()
     """Values of the problems that most prompts do not show (`policies.hidden_fields`)."""
-
-
-def diagnose(seen: Seen) -> list[Weakness]:
-    """Every finding, most harmful first."""
-    checks = (
-        outages,
-        errors,
-        wrong_sign,
-        never_right,
-        given_away,
-        better_than_wrong,
-        filler_is_paid,
-        unstable,
-        same_prompts,
-        leaks,
-        in_both_sets,
-        slow,
-    )
-    return [finding for check in checks for finding in check(seen)]
 
 
 def by_player(rollouts: Iterable[Observation]) -> dict[str, list[Observation]]:
@@ -111,33 +86,31 @@ def pays_more(some: Sequence[Observation], others: Sequence[Observation]) -> boo
     return wilson(sum(difference > 0 for difference in unequal) / len(unequal), len(unequal))[0] > HALF
 
 
-def outages(seen: Seen) -> list[Weakness]:
+def outages(seen: Seen) -> Iterable[Finding]:
     paid = [rollout for rollout in seen.outages if not rollout.error]
     if not paid:
-        return []
-    return [
-        Weakness(
-            what="a server that fails becomes a reward",
-            evidence=f"{len(paid)} of {len(seen.outages)} rollouts whose server was down returned a result, with "
-            f"rewards from {min(r.reward for r in paid):g} to {max(r.reward for r in paid):g}",
-            cure="let the error of `llm_async_generate` leave generate_rollout: the actor repeats such a rollout",
-        )
-    ]
+        return
+    yield Finding(
+        Level.DELIVERY,
+        "a server that fails becomes a reward",
+        f"{len(paid)} of {len(seen.outages)} rollouts whose server was down returned a result, with "
+        f"rewards from {min(r.reward for r in paid):g} to {max(r.reward for r in paid):g}",
+        "let the error of `llm_async_generate` leave generate_rollout: the actor repeats such a rollout",
+    )
 
 
-def errors(seen: Seen) -> list[Weakness]:
+def errors(seen: Seen) -> Iterable[Finding]:
     found: dict[str, list[Observation]] = {}
     for rollout in seen.rollouts:
         if rollout.error and not rollout.from_outside:
             found.setdefault(rollout.error, []).append(rollout)
-    return [
-        Weakness(
-            what="an answer makes the domain raise",
-            evidence=f"{error}, for {', '.join(sorted({rollout.player for rollout in rollouts}))}",
-            cure="give such an answer the reward of one that cannot be read: a failed rollout teaches nothing",
+    for error, rollouts in found.items():
+        yield Finding(
+            Level.DELIVERY,
+            "an answer makes the domain raise",
+            f"{error}, for {', '.join(sorted({rollout.player for rollout in rollouts}))}",
+            "give such an answer the reward of one that cannot be read: a failed rollout teaches nothing",
         )
-        for error, rollouts in found.items()
-    ]
 
 
 def answers_differ(rollouts: Iterable[Observation]) -> str | None:
@@ -157,137 +130,127 @@ def answers_differ(rollouts: Iterable[Observation]) -> str | None:
     return "neither" if min(own_low, other_low) > HALF else None
 
 
-def wrong_sign(seen: Seen) -> list[Weakness]:
+def wrong_sign(seen: Seen) -> Iterable[Finding]:
     players = by_player(seen.rollouts)
     right, wrong = players.get(REFERENCE), players.get(CHANCE)
     if not right or not wrong or (pays_more(right, wrong) and answers_differ(seen.rollouts) == REFERENCE):
-        return []
-    return [
-        Weakness(
-            what="a right answer is paid no more than a wrong one",
-            evidence=f"mean reward {mean_reward(right):g} for the problems' own answers (success {solved_of(right)}), "
-            f"{mean_reward(wrong):g} for those of other problems (success {solved_of(wrong)})",
-            cure="look at the sign and the comparison of the reward",
-        )
-    ]
+        return
+    yield Finding(
+        Level.REWARD,
+        "a right answer is paid no more than a wrong one",
+        f"mean reward {mean_reward(right):g} for the problems' own answers (success {solved_of(right)}), "
+        f"{mean_reward(wrong):g} for those of other problems (success {solved_of(wrong)})",
+        "look at the sign and the comparison of the reward",
+    )
 
 
-def never_right(seen: Seen) -> list[Weakness]:
+def never_right(seen: Seen) -> Iterable[Finding]:
     tried = [rollout for rollout in seen.rollouts if not rollout.error]
     if not seen.hidden or seen.answers is not None or not tried or any(rollout.success for rollout in tried):
-        return []
+        return
     if wilson(1.0, len({rollout.problem for rollout in tried}))[0] <= HALF:
-        return []  # so few problems that an answer to all of them would have counted as chance
-    return [
-        Weakness(
-            what="no answer is right",
-            evidence=f"the problems hold {', '.join(seen.hidden)}, which the prompts do not show, but none of them "
-            "succeeds as an answer, in any format that the prompts name",
-            cure="check the judge on one problem by hand: pipelinerl.testing.run_rollout plays a given answer",
-        )
-    ]
+        return  # so few problems that an answer to all of them would have counted as chance
+    yield Finding(
+        Level.REWARD,
+        "no answer is right",
+        f"the problems hold {', '.join(seen.hidden)}, which the prompts do not show, but none of them "
+        "succeeds as an answer, in any format that the prompts name",
+        "check the judge on one problem by hand: pipelinerl.testing.run_rollout plays a given answer",
+    )
 
 
-def given_away(seen: Seen) -> list[Weakness]:
+def given_away(seen: Seen) -> Iterable[Finding]:
     """Players that know nothing, and succeed."""
     players = by_player(seen.rollouts)
     chance = success_interval(players[CHANCE])[1] if players.get(CHANCE) else HALF
-    found = []
     for name, rollouts in players.items():
         if name in (REFERENCE, CHANCE, PADDED):
             continue
         low = success_interval(rollouts)[0]
         if low > chance:
-            found.append(
-                Weakness(
-                    what=f"the judge accepts: {name}",
-                    evidence=f"success {solved_of(rollouts)}, by chance at most {chance:.0%}; e.g. problem "
-                    f"{next(rollout.problem for rollout in rollouts if rollout.success)}",
-                    cure="a policy finds this before it finds the task: make the judge read one answer, in its format",
-                )
+            yield Finding(
+                Level.REWARD,
+                f"the judge accepts: {name}",
+                f"success {solved_of(rollouts)}, by chance at most {chance:.0%}; e.g. problem "
+                f"{next(rollout.problem for rollout in rollouts if rollout.success)}",
+                "a policy finds this before it finds the task: make the judge read one answer, in its format",
             )
-    return found
 
 
-def better_than_wrong(seen: Seen) -> list[Weakness]:
+def better_than_wrong(seen: Seen) -> Iterable[Finding]:
     """Players that say nothing, and earn more than a wrong answer in the right format does."""
     players = by_player(seen.rollouts)
     wrong = [rollout for rollout in players.get(CHANCE, ()) if not rollout.success]
     if not wrong:
-        return []
-    return [
-        Weakness(
-            what=f"no answer is paid more than a wrong one: {name}",
-            evidence=f"mean reward {mean_reward(players[name]):g} against {mean_reward(wrong):g}",
-            cure="a policy that is often wrong learns not to answer: pay it at most what a wrong answer earns",
-        )
-        for name in UNRELATED
-        if name in players and not any(r.success for r in players[name]) and pays_more(players[name], wrong)
-    ]
+        return
+    for name in UNRELATED:
+        if name in players and not any(r.success for r in players[name]) and pays_more(players[name], wrong):
+            yield Finding(
+                Level.REWARD,
+                f"no answer is paid more than a wrong one: {name}",
+                f"mean reward {mean_reward(players[name]):g} against {mean_reward(wrong):g}",
+                "a policy that is often wrong learns not to answer: pay it at most what a wrong answer earns",
+            )
 
 
-def filler_is_paid(seen: Seen) -> list[Weakness]:
+def filler_is_paid(seen: Seen) -> Iterable[Finding]:
     players = by_player(seen.rollouts)
     plain, padded = players.get(REFERENCE), players.get(PADDED)
     if not plain or not padded or not pays_more(padded, plain):
-        return []
-    return [
-        Weakness(
-            what="the same answer is paid more when it is longer",
-            evidence=f"mean reward {mean_reward(padded):g} with filler behind it, {mean_reward(plain):g} without",
-            cure="pay for the answer alone: a policy fills its answers up to the limit",
-        )
-    ]
+        return
+    yield Finding(
+        Level.REWARD,
+        "the same answer is paid more when it is longer",
+        f"mean reward {mean_reward(padded):g} with filler behind it, {mean_reward(plain):g} without",
+        "pay for the answer alone: a policy fills its answers up to the limit",
+    )
 
 
-def unstable(seen: Seen) -> list[Weakness]:
+def unstable(seen: Seen) -> Iterable[Finding]:
     different = [(a, b) for a, b in seen.repeats if not (a.error or b.error) and abs(a.reward - b.reward) > 1e-6]
     if not different:
-        return []
+        return
     first, second = max(different, key=lambda pair: abs(pair[0].reward - pair[1].reward))
-    return [
-        Weakness(
-            what="the judge disagrees with itself",
-            evidence=f"{len(different)} of {len(seen.repeats)} answers were rewarded differently the second time, e.g. "
-            f"{first.reward:g} and {second.reward:g} for problem {first.problem} ({first.player})",
-            cure="the noise hides the difference between attempts: seed the judge, or take the mean of several votes",
-        )
-    ]
+    yield Finding(
+        Level.REWARD,
+        "the judge disagrees with itself",
+        f"{len(different)} of {len(seen.repeats)} answers were rewarded differently the second time, e.g. "
+        f"{first.reward:g} and {second.reward:g} for problem {first.problem} ({first.player})",
+        "the noise hides the difference between attempts: seed the judge, or take the mean of several votes",
+    )
 
 
-def same_prompts(seen: Seen) -> list[Weakness]:
+def same_prompts(seen: Seen) -> Iterable[Finding]:
     tried = [rollout for rollout in seen.rollouts if not rollout.error and rollout.prompt]
     if seen.answers is None or len(set(seen.answers.values())) < 2 or any(r.calls > 1 for r in tried):
-        return []
+        return
     if len({rollout.prompt for rollout in tried}) > 1:
-        return []
-    return [
-        Weakness(
-            what="every problem has the same prompt",
-            evidence=f"{len(seen.answers)} problems with {len(set(seen.answers.values()))} different answers ask the "
-            "same question, and nothing follows it",
-            cure="put the problem's question into the prompt",
-        )
-    ]
+        return
+    yield Finding(
+        Level.TASK,
+        "every problem has the same prompt",
+        f"{len(seen.answers)} problems with {len(set(seen.answers.values()))} different answers ask the "
+        "same question, and nothing follows it",
+        "put the problem's question into the prompt",
+    )
 
 
-def leaks(seen: Seen) -> list[Weakness]:
+def leaks(seen: Seen) -> Iterable[Finding]:
     if seen.answers is None:
-        return []
+        return
     prompts = {rollout.problem: rollout.prompt for rollout in seen.rollouts if rollout.prompt}
     pairs = [(prompts[index], answer) for index, answer in seen.answers.items() if index in prompts]
     if len({prompt for prompt, _ in pairs}) < 2:
-        return []
+        return
     context, copied, tried = copying_rule(pairs)
     if not tried or wilson(copied / tried, tried)[0] <= HALF:
-        return []
-    return [
-        Weakness(
-            what="the prompt holds the answer",
-            evidence=f"what stands behind {context!r} is the answer of {copied} of {tried} problems",
-            cure="leave it out of the prompt: a policy learns to copy it",
-        )
-    ]
+        return
+    yield Finding(
+        Level.TASK,
+        "the prompt holds the answer",
+        f"what stands behind {context!r} is the answer of {copied} of {tried} problems",
+        "leave it out of the prompt: a policy learns to copy it",
+    )
 
 
 def copying_rule(pairs: Sequence[tuple[str, str]]) -> tuple[str, int, int]:
@@ -321,42 +284,57 @@ def follows(prompt: str, answer: str, context: str) -> bool:
     return at >= 0 and at + len(context) in places(prompt, answer)
 
 
-def in_both_sets(seen: Seen) -> list[Weakness]:
+def in_both_sets(seen: Seen) -> Iterable[Finding]:
     train, test = [list(map(normalised, prompts)) for prompts in (seen.train_prompts, seen.test_prompts)]
     if not test or len(set(train)) < len(train) / 2 or len(set(test)) < len(test) / 2:
-        return []  # the prompts do not tell the problems apart
+        return  # the prompts do not tell the problems apart
     known = set(train)
     shared = sum(prompt in known for prompt in test)
     within = 1 - len(known) / len(train)
     if wilson(shared / len(test), len(test))[0] <= wilson(within, len(train))[1] or shared < 2:
-        return []
-    return [
-        Weakness(
-            what="test problems are trained",
-            evidence=f"{shared} of {len(test)} test prompts are training prompts too, but for case, spaces and signs",
-            cure="hold them out: success on them measures memory",
-        )
-    ]
+        return
+    yield Finding(
+        Level.TASK,
+        "test problems are trained",
+        f"{shared} of {len(test)} test prompts are training prompts too, but for case, spaces and signs",
+        "hold them out: success on them measures memory",
+    )
 
 
 def normalised(prompt: str) -> str:
     return " ".join(re.findall(r"\w+|[^\w\s.,;:!?]", prompt.casefold()))
 
 
-def slow(seen: Seen) -> list[Weakness]:
+def slow(seen: Seen) -> Iterable[Finding]:
     seconds = [rollout.seconds for rollout in seen.rollouts]
     if len(seconds) < 2:
-        return []
+        return
     median, worst = statistics.median(seconds), max(seen.rollouts, key=lambda rollout: rollout.seconds)
     if worst.seconds <= max(SLOW_S, SLOWER_THAN_MEDIAN * median):
-        return []
-    return [
-        Weakness(
-            what="an answer takes the judge long",
-            evidence=f"{worst.seconds:.1f} s for {worst.player} on problem {worst.problem}, median {median:.3f} s",
-            cure="give the judge a deadline, or let the verifier judge in a process of its own",
-        )
-    ]
+        return
+    yield Finding(
+        Level.SLOW,
+        "an answer takes the judge long",
+        f"{worst.seconds:.1f} s for {worst.player} on problem {worst.problem}, median {median:.3f} s",
+        "give the judge a deadline, or let the verifier judge in a process of its own",
+    )
+
+
+DOMAIN: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
+    outages,
+    errors,
+    wrong_sign,
+    never_right,
+    given_away,
+    better_than_wrong,
+    filler_is_paid,
+    unstable,
+    same_prompts,
+    leaks,
+    in_both_sets,
+    slow,
+)
+"""The most harmful first."""
 
 
 def earnings(rollouts: Sequence[Observation]) -> list[tuple[str, float, float, float]]:

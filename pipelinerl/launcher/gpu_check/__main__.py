@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.inspect.finding import Finding, Level, as_json
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, find_machine
 from pipelinerl.launcher.gpu_check.machine import Machine
-from pipelinerl.launcher.gpu_check.verdicts import Facts, GpuVerdict, failed, judge_imports
+from pipelinerl.launcher.gpu_check.verdicts import Facts, failed, judge_imports
 
 LIMIT_S = 600
 IMPORTS_LIMIT_S = 120
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found += verdicts_of(check, machine, facts[check.name])
             write_results(args.out, machine, found, facts, time.monotonic() - started)
     print(args.out.with_suffix(".txt").read_text(encoding="utf-8"), end="")
-    return int(any(verdict.outcome == "failed" for verdict in found))
+    return int(any(finding.level is Level.FAILED for finding in found))
 
 
 def run_check(check: GpuCheck, machine: Machine, folder: Path, left_s: float) -> Facts:
@@ -77,20 +78,20 @@ def run_check(check: GpuCheck, machine: Machine, folder: Path, left_s: float) ->
     return facts | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def verdicts_of(check: GpuCheck, machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def verdicts_of(check: GpuCheck, machine: Machine, facts: Facts) -> list[Finding]:
     ended = failed(check.name, facts)
     return check.judge(machine, facts) if ended is None else [ended]
 
 
 def write_results(
-    out: Path, machine: Machine, found: Sequence[GpuVerdict], facts: dict[str, Facts], seconds: float
+    out: Path, machine: Machine, found: Sequence[Finding], facts: dict[str, Facts], seconds: float
 ) -> None:
     """Write the page and the JSON file."""
     everything: dict[str, Any] = {
         "machine": msgspec.to_builtins(machine),
         "rehearsal": machine.is_rehearsal,
         "seconds": round(seconds, 1),
-        "verdicts": msgspec.to_builtins(found),
+        "verdicts": as_json(found),
         "facts": facts,
     }
     out.with_suffix(".json").write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
@@ -98,19 +99,19 @@ def write_results(
         print_page(Console(file=file, width=PAGE_WIDTH), machine, found, seconds)
 
 
-def print_page(console: Console, machine: Machine, found: Sequence[GpuVerdict], seconds: float) -> None:
+def print_page(console: Console, machine: Machine, found: Sequence[Finding], seconds: float) -> None:
     kind = "REHEARSAL on the CPU: no figure says anything about a GPU" if machine.is_rehearsal else machine.name
     memory = f"{machine.devices} × {machine.memory_bytes / 2**30:.0f} GiB"
     counts = ", ".join(
-        f"{sum(verdict.outcome == outcome for verdict in found)} {outcome}"
-        for outcome in dict.fromkeys(verdict.outcome for verdict in found)
+        f"{sum(finding.level is level for finding in found)} {level.word}"
+        for level in dict.fromkeys(finding.level for finding in found)
     )
     console.print(f"pipelinerl gpu-check: {kind} ({memory}) {machine.architecture}, {seconds:.0f} s: {counts}")
     table = Table(box=None, pad_edge=False)
-    for column in ("check", "verdict", "measured", "planned", "note"):
+    for column in ("check", "verdict", "measured"):
         table.add_column(column, overflow="fold")
-    for verdict in found:
-        table.add_row(verdict.check, verdict.outcome, verdict.measured, verdict.planned, verdict.note)
+    for finding in found:
+        table.add_row(finding.title, finding.level.word, finding.evidence)
     console.print(table)
 
 

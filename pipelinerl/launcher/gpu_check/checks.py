@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.load import load_run
+from pipelinerl.inspect.finding import Finding
 from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.gpu_check import verdicts
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
-from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, GpuVerdict
+from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts
 from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.plan.memory import trainer_items, utilization
 from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
@@ -44,7 +45,7 @@ class GpuCheck:
     name: str
     limit_s: float
     facts: Callable[[Machine, Path, float], Facts]
-    judge: Callable[[Machine, Facts], list[GpuVerdict]]
+    judge: Callable[[Machine, Facts], list[Finding]]
     needs_devices: int = 1
 
 

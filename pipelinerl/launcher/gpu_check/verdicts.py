@@ -1,20 +1,18 @@
-"""Verdicts on the facts of the checks. Pure.
+"""Verdicts on the facts of the checks: one finding for each row of the page. Pure.
 
-`passed`: as planned or better. `failed`: something is broken. `slow`: it works, far below the prediction. `noted`: a
-fact without a bound. `not run`: no time, or no second card.
+`PASSED`: as planned or better. `FAILED`: something is broken. `SLOW`: it works, far below the prediction. `NOTED`: a
+fact without a bound. `NOT_RUN`: no time, or no second card.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
+from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.plan.speed import TRAINED_FLOPS, gpu_named, training_rate
 
 Facts = Mapping[str, Any]
-Outcome = Literal["passed", "failed", "slow", "noted", "not run"]
 
 ENOUGH_SPEED = 0.5
 """Share of a predicted rate below which a verdict is `slow`. Predictions are rooflines."""
@@ -28,32 +26,28 @@ LEARNING_STEPS = 160
 """Optimizer steps after which the quickstart has learned."""
 
 
-class GpuVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the page."""
-
-    check: str
-    outcome: Outcome
-    measured: str = ""
-    planned: str = ""
-    note: str = ""
+def verdict(level: Level, title: str, measured: str = "", planned: str = "", note: str = "") -> Finding:
+    """One row of the page: what was measured, beside what was planned."""
+    parts = (measured, planned and f"planned {planned}", note)
+    return Finding(level, title, "; ".join(part for part in parts if part))
 
 
-def failed(check: str, facts: Facts) -> GpuVerdict | None:
+def failed(check: str, facts: Facts) -> Finding | None:
     """The verdict on a check whose process failed or was not run. None: it ended well."""
     if "not_run" in facts:
-        return GpuVerdict(check=check, outcome="not run", note=facts["not_run"])
-    return GpuVerdict(check=check, outcome="failed", note=facts["problem"]) if facts.get("problem") else None
+        return verdict(Level.NOT_RUN, check, note=facts["not_run"])
+    return verdict(Level.FAILED, check, note=facts["problem"]) if facts.get("problem") else None
 
 
-def judge_imports(machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def judge_imports(machine: Machine, facts: Facts) -> list[Finding]:
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     missing = facts["missing"]
     note = "; ".join([*missing[:3], *facts["unsupported"]]) + (f"; {len(missing)} missing" if missing[3:] else "")
-    outcome: Outcome = "failed" if missing else "noted" if facts["unsupported"] else "passed"
-    return [GpuVerdict(check="imports", outcome=outcome, measured=versions, note=note)]
+    level = Level.FAILED if missing else Level.NOTED if facts["unsupported"] else Level.PASSED
+    return [verdict(level, "imports", measured=versions, note=note)]
 
 
-def judge_trainer(machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def judge_trainer(machine: Machine, facts: Facts) -> list[Finding]:
     """Speed and memory of an optimizer step. On a CPU neither is compared."""
     name = f"trainer, {facts['tokens'] // 1000}k tokens" if facts["tokens"] >= 1000 else f"trainer, {facts['tokens']}"
     label, gpu = gpu_named(machine.name)
@@ -63,9 +57,9 @@ def judge_trainer(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     planned = "" if machine.is_rehearsal else f"{predicted:,.0f} tokens/s ({label})"
     is_slow = not machine.is_rehearsal and facts["tokens_per_s"] < ENOUGH_SPEED * predicted
     sane = facts["loss_is_finite"]
-    speed = GpuVerdict(
-        check=f"{name}: speed",
-        outcome="failed" if not sane else "slow" if is_slow else "noted" if machine.is_rehearsal else "passed",
+    speed = verdict(
+        Level.FAILED if not sane else Level.SLOW if is_slow else Level.NOTED if machine.is_rehearsal else Level.PASSED,
+        f"{name}: speed",
         measured=measured,
         planned=planned,
         note=f"{facts['attention']}, {facts['engine']}" + ("" if sane else "; the loss is not finite"),
@@ -73,26 +67,24 @@ def judge_trainer(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     return [speed, judge_memory(f"{name}: memory", facts["peak_bytes"], facts["planned_bytes"])]
 
 
-def judge_memory(check: str, measured: int | None, planned: int) -> GpuVerdict:
+def judge_memory(check: str, measured: int | None, planned: int) -> Finding:
     """`failed` where the plan is too small."""
     if measured is None:
-        return GpuVerdict(check=check, outcome="noted", planned=gib(planned), note="this device counts no tensors")
-    outcome: Outcome = "passed" if measured <= MOST_MEMORY * planned else "failed"
-    return GpuVerdict(
-        check=check, outcome=outcome, measured=gib(measured), planned=gib(planned), note=f"{measured / planned:.2f} ×"
-    )
+        return verdict(Level.NOTED, check, planned=gib(planned), note="this device counts no tensors")
+    level = Level.PASSED if measured <= MOST_MEMORY * planned else Level.FAILED
+    return verdict(level, check, measured=gib(measured), planned=gib(planned), note=f"{measured / planned:.2f} ×")
 
 
-def judge_quickstart(machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def judge_quickstart(machine: Machine, facts: Facts) -> list[Finding]:
     """Whether it learned, and every version was swapped in."""
     before, after = facts["success_before"], facts["success_after"]
     is_long = facts["steps"] >= LEARNING_STEPS
     known = before is not None and after is not None
     learned = known and after - before >= LEAST_GAIN
     return [
-        GpuVerdict(
-            check=facts["name"],
-            outcome="noted" if not is_long else "passed" if learned else "failed",
+        verdict(
+            Level.NOTED if not is_long else Level.PASSED if learned else Level.FAILED,
+            facts["name"],
             measured=f"success {before:.2f} → {after:.2f}" if known else "no evaluation",
             planned=f"+{LEAST_GAIN}" if is_long else "",
             note=f"{facts['steps']} steps; {facts['attention_backend'] or 'attention backend not named'}",
@@ -101,18 +93,18 @@ def judge_quickstart(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     ]
 
 
-def judge_swaps(check: str, facts: Facts) -> GpuVerdict:
+def judge_swaps(check: str, facts: Facts) -> Finding:
     """Every update must go live in place: no failed swap, no missed probe, no pointer that moved under a CUDA graph."""
     faults, live = facts["faults"], facts["swaps"]
-    return GpuVerdict(
-        check=check,
-        outcome="failed" if faults or not live else "passed",
+    return verdict(
+        Level.FAILED if faults or not live else Level.PASSED,
+        check,
         measured=f"{live} live" + (", CUDA graphs captured" if facts["has_graphs"] else ", no CUDA graphs"),
         note=faults[0] if faults else "" if live else "no update went live",
     )
 
 
-def judge_serving(machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def judge_serving(machine: Machine, facts: Facts) -> list[Finding]:
     """Swaps, pause, decoding, probe noise and device memory of the run with random weights."""
     return [
         judge_swaps("serving: swaps", facts),
@@ -123,65 +115,63 @@ def judge_serving(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     ]
 
 
-def judge_pause(pauses_ms: Sequence[float], planned_ms: float | None) -> GpuVerdict:
+def judge_pause(pauses_ms: Sequence[float], planned_ms: float | None) -> Finding:
     if not pauses_ms:
-        return GpuVerdict(check="serving: pause", outcome="failed", note="no update was measured")
+        return verdict(Level.FAILED, "serving: pause", note="no update was measured")
     middle = statistics.median(pauses_ms)
     measured = f"{middle:.0f} ms, at most {max(pauses_ms):.0f}"
     if planned_ms is None:
-        return GpuVerdict(check="serving: pause", outcome="noted", measured=measured, note=f"{len(pauses_ms)} updates")
+        return verdict(Level.NOTED, "serving: pause", measured=measured, note=f"{len(pauses_ms)} updates")
     is_slow = middle > SLOW_PAUSE * planned_ms
-    return GpuVerdict(
-        check="serving: pause",
-        outcome="slow" if is_slow else "passed",
+    return verdict(
+        Level.SLOW if is_slow else Level.PASSED,
+        "serving: pause",
         measured=measured,
         planned=f"{planned_ms:.0f} ms",
         note=f"{len(pauses_ms)} updates",
     )
 
 
-def judge_decoding(machine: Machine, rates: Sequence[float], predicted: float | None) -> GpuVerdict:
+def judge_decoding(machine: Machine, rates: Sequence[float], predicted: float | None) -> Finding:
     if not rates:
-        return GpuVerdict(check="serving: decoding", outcome="failed", note="no rate was measured")
+        return verdict(Level.FAILED, "serving: decoding", note="no rate was measured")
     best = max(rates)
     if predicted is None or machine.is_rehearsal:
-        return GpuVerdict(check="serving: decoding", outcome="noted", measured=f"{best:,.0f} tokens/s")
-    return GpuVerdict(
-        check="serving: decoding",
-        outcome="passed" if best >= ENOUGH_SPEED * predicted else "slow",
+        return verdict(Level.NOTED, "serving: decoding", measured=f"{best:,.0f} tokens/s")
+    return verdict(
+        Level.PASSED if best >= ENOUGH_SPEED * predicted else Level.SLOW,
+        "serving: decoding",
         measured=f"{best:,.0f} tokens/s",
         planned=f"{predicted:,.0f} tokens/s",
         note="beside a trainer on the same card",
     )
 
 
-def judge_noise(noise: Sequence[float], limit: float) -> GpuVerdict:
+def judge_noise(noise: Sequence[float], limit: float) -> Finding:
     """Differences of log-probabilities between server and trainer at equal weights, one per scored version."""
     if not noise:
-        return GpuVerdict(check="serving: probe noise", outcome="failed", note="no version was scored")
+        return verdict(Level.FAILED, "serving: probe noise", note="no version was scored")
     middle, largest = statistics.median(noise), max(noise)
-    return GpuVerdict(
-        check="serving: probe noise",
-        outcome="passed" if largest <= limit else "failed",
+    return verdict(
+        Level.PASSED if largest <= limit else Level.FAILED,
+        "serving: probe noise",
         measured=f"median {middle:.2g}, largest {largest:.2g} nats",
         planned=f"≤ {limit:.2g}",
         note=f"{len(noise)} versions",
     )
 
 
-def judge_device(machine: Machine, measured: int | None, planned: int) -> GpuVerdict:
+def judge_device(machine: Machine, measured: int | None, planned: int) -> Finding:
     if measured is None or machine.is_rehearsal:
-        return GpuVerdict(
-            check="serving: device memory", outcome="noted", planned=gib(planned), note="not measured here"
-        )
+        return verdict(Level.NOTED, "serving: device memory", planned=gib(planned), note="not measured here")
     return judge_memory("serving: device memory", measured, planned)
 
 
-def judge_communicators(machine: Machine, facts: Facts) -> list[GpuVerdict]:
+def judge_communicators(machine: Machine, facts: Facts) -> list[Finding]:
     """Memory of a further communicator of two ranks, at NCCL's default number of channels."""
     further = statistics.median(facts["further_bytes"])
     measured = f"{further / 2**20:,.0f} MiB each, the first {facts['first_bytes'] / 2**20:,.0f}"
-    return [GpuVerdict(check="communicators", outcome="noted", measured=measured, note=f"NCCL {facts['nccl']}")]
+    return [verdict(Level.NOTED, "communicators", measured=measured, note=f"NCCL {facts['nccl']}")]
 
 
 def gib(num_bytes: float) -> str:

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.inspect import finding as finding_of
 from pipelinerl.launcher.doctor.__main__ import main
-from pipelinerl.launcher.doctor.findings import copying_rule, diagnose
+from pipelinerl.launcher.doctor.findings import DOMAIN, copying_rule
 from pipelinerl.launcher.doctor.play import Stage, affordable, examine
 from pipelinerl.launcher.doctor.policies import candidates, hidden_fields
 from pipelinerl.llm import Prompt
@@ -71,7 +72,7 @@ async def found(
 ) -> list[str]:
     stage = Stage(CFG, rollout, parallel=8, seed=3)
     seen = await examine(stage, train or problems(0), problems(1) if test is None else test, 16, budget_s=60.0)
-    return [finding.what for finding in diagnose(seen)]
+    return [finding.title for finding in finding_of.found(DOMAIN, seen)]
 
 
 async def test_a_domain_without_a_mistake_has_no_finding() -> None:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config.load import compose
+from pipelinerl.inspect.finding import Level
 from pipelinerl.launcher.gpu_check import __main__ as command
 from pipelinerl.launcher.gpu_check import verdicts
-from pipelinerl.launcher.gpu_check.checks import GpuCheck, last_json, run_module
+from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, last_json, run_module
 from pipelinerl.launcher.gpu_check.machine import REAL_SHAPE, CudaMeter, Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.plan.speed import gpu_named, training_rate
@@ -29,7 +31,7 @@ STEP = {
 def trainer(**changed: Any) -> list[str]:
     """The outcomes for speed and memory of a step at the predicted speed, changed."""
     predicted = training_rate(REAL_SHAPE, gpu_named(CARD.name)[1], 3000, recomputed=True)
-    return [one.outcome for one in verdicts.judge_trainer(CARD, STEP | {"tokens_per_s": predicted} | changed)]
+    return [one.level.word for one in verdicts.judge_trainer(CARD, STEP | {"tokens_per_s": predicted} | changed)]
 
 
 def test_a_step_as_predicted_passes() -> None:
@@ -54,7 +56,7 @@ def test_a_loss_that_is_not_finite_fails_however_fast() -> None:
 def test_mfu_counts_six_operations_per_parameter_and_token() -> None:
     [speed, _] = verdicts.judge_trainer(CARD, STEP | {"tokens_per_s": 50_000.0})
     share = 6 * 494_032_768 * 50_000 / 989e12  # Qwen2.5-0.5B without the biases of its attention
-    assert speed.measured == f"50,000 tokens/s, MFU {share:.1%}"
+    assert speed.evidence.split("; ")[0] == f"50,000 tokens/s, MFU {share:.1%}"
 
 
 @pytest.mark.parametrize(
@@ -62,12 +64,12 @@ def test_mfu_counts_six_operations_per_parameter_and_token() -> None:
     [([40.0, 50.0, 300.0], 30.0, "passed"), ([70.0], 30.0, "slow"), ([70.0], None, "noted"), ([], 30.0, "failed")],
 )
 def test_the_median_pause_is_compared_with_the_plan(pauses: list[float], planned: float | None, outcome: str) -> None:
-    assert verdicts.judge_pause(pauses, planned).outcome == outcome
+    assert verdicts.judge_pause(pauses, planned).level.word == outcome
 
 
 @pytest.mark.parametrize(("noise", "outcome"), [([0.02, 0.19], "passed"), ([0.02, 0.21], "failed"), ([], "failed")])
 def test_the_largest_noise_is_compared_with_what_is_allowed(noise: list[float], outcome: str) -> None:
-    assert verdicts.judge_noise(noise, 0.2).outcome == outcome
+    assert verdicts.judge_noise(noise, 0.2).level.word == outcome
 
 
 def test_a_check_that_was_not_run_or_failed_is_judged_by_its_reason_alone() -> None:
@@ -75,8 +77,8 @@ def test_a_check_that_was_not_run_or_failed_is_judged_by_its_reason_alone() -> N
     broken = verdicts.failed("serving", {"problem": "ended with 9"})
     assert not_run is not None
     assert broken is not None
-    assert (not_run.outcome, not_run.note) == ("not run", "no time")
-    assert (broken.outcome, broken.note) == ("failed", "ended with 9")
+    assert (not_run.level, not_run.evidence) == (Level.NOT_RUN, "no time")
+    assert (broken.level, broken.evidence) == (Level.FAILED, "ended with 9")
     assert verdicts.failed("serving", {"problem": ""}) is None
 
 
@@ -114,7 +116,7 @@ def test_a_run_folder_gives_pauses_noise_graphs_and_backend(tmp_path: Path) -> N
 
 def test_a_fault_in_a_log_fails_the_swaps(tmp_path: Path) -> None:
     facts = run_facts(write_run(tmp_path, trainer="E event=probe_missed server=actor_llm_0 version=3 final=False\n"))
-    assert verdicts.judge_swaps("swaps", facts).outcome == "failed"
+    assert verdicts.judge_swaps("swaps", facts).level.word == "failed"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_fault_in_a_log_fails_the_swaps(tmp_path: Path) -> None:
 )
 def test_a_whole_quickstart_must_learn(steps: int, after: float, outcome: str, tmp_path: Path) -> None:
     facts = run_facts(write_run(tmp_path)) | {"steps": steps, "success_after": after, "name": "quickstart"}
-    assert [one.outcome for one in verdicts.judge_quickstart(CARD, facts)] == [outcome, "passed"]
+    assert [one.level.word for one in verdicts.judge_quickstart(CARD, facts)] == [outcome, "passed"]
 
 
 class FakeCuda:
@@ -173,12 +175,31 @@ def test_checks_without_time_or_cards_are_named_and_the_results_are_kept(tmp_pat
         for check, seen in zip((two_cards, one_card, one_card), facts.values(), strict=True)
         for one in command.verdicts_of(check, CARD, seen)
     ]
-    assert [one.outcome for one in found] == ["not run", "not run", "failed"]
+    assert [one.level.word for one in found] == ["not run", "not run", "failed"]
     command.write_results(tmp_path / "found", CARD, found, facts, 12.3)
-    assert json.loads((tmp_path / "found.json").read_text())["verdicts"][2]["note"] == "broken"
+    assert json.loads((tmp_path / "found.json").read_text())["verdicts"][2]["evidence"] == "broken"
     page = (tmp_path / "found.txt").read_text()
     assert "NVIDIA H100 80GB HBM3 (1 × 80 GiB)" in page
     assert "2 not run, 1 failed" in page
+
+
+def test_recorded_facts_of_a_card_are_judged_as_then() -> None:
+    recorded = json.loads((Path(__file__).parents[4] / "benchmarks" / "gpu_check_h200.json").read_text())
+    machine, facts = msgspec.convert(recorded["machine"], Machine), recorded["facts"]
+    judged = verdicts.judge_imports(machine, facts["imports"])
+    for check in CHECKS:
+        judged += command.verdicts_of(check, machine, facts[check.name])
+    said = [
+        (
+            then["outcome"],
+            then["check"],
+            [then["measured"], then["planned"] and f"planned {then['planned']}", then["note"]],
+        )
+        for then in recorded["verdicts"]
+    ]
+    assert [(one.level.word, one.title, one.evidence) for one in judged] == [
+        (outcome, check, "; ".join(filter(None, words))) for outcome, check, words in said
+    ]
 
 
 def test_runs_on_a_gpu_move_weights_in_the_buckets_of_gpus() -> None:
