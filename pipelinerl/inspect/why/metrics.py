@@ -95,8 +95,8 @@ def lost_servers(run: Evidence) -> Iterable[Finding]:
 
 def other_weights(run: Evidence) -> Iterable[Finding]:
     """The trainer's log-probabilities differ from the servers' on tokens of the present version."""
-    fresh = run.series.of(TrainerMetric.LOGRATIO_ABS_MAX_LAG0, fewest=FEWEST_RECENT)
-    if seen := beyond(*fresh, FRESH_LOG_RATIO, typical=statistics.median):
+    steps, largest = run.series.of(TrainerMetric.LOGRATIO_ABS_MAX_LAG0, fewest=FEWEST_RECENT)
+    if seen := beyond(steps, largest, FRESH_LOG_RATIO, typical=statistics.median):
         text = (
             f"tokens that the present weights sampled differ by up to {seen.now:.2g} nats from the trainer's "
             "log-probabilities: a server samples from other weights than it says"
@@ -267,7 +267,8 @@ def zero_advantages(run: Evidence) -> Iterable[Finding]:
 
 def clipping(run: Evidence) -> Iterable[Finding]:
     """The loss clips a large share of the tokens."""
-    if seen := beyond(*run.series.of(TrainerMetric.CLIP_FRACTION, fewest=WINDOW), CLIPPED):
+    steps, shares = run.series.of(TrainerMetric.CLIP_FRACTION, fewest=WINDOW)
+    if seen := beyond(steps, shares, CLIPPED):
         text = f"the loss clips {seen.now:.0%} of the tokens"
         yield Finding(Level.STEP, "clip fraction", text, younger(run.cfg), step=seen.since)
 
