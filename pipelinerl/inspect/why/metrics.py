@@ -7,6 +7,7 @@ moved is asked in units of the run's own noise (`inspect.curves`). Sizes that ar
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from pipelinerl.actor.metrics import WINDOW as ROLLOUTS_IN_MEAN
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import advice, balance_of
 from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson, worth_of
@@ -27,8 +28,6 @@ ENTROPY_LEFT = 1 / 3
 `benchmarks/why.py` 0.8 to 1.4 of it is left."""
 SOLVED = 0.95
 """Success beyond which nothing is left to gain."""
-ROLLOUTS_IN_MEAN = 1024
-"""Rollouts behind each point of the actor's success."""
 LOW_ESS = 0.5
 MIXED_GROUPS = 0.1
 """Share of groups with attempts that succeed and attempts that fail, below which success teaches nothing."""

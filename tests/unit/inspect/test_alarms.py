@@ -257,6 +257,88 @@ def test_groups_without_signal(never: float, always: float, name: str) -> None:
     assert (alarm.title, alarm.step) == (f"groups {name} solved", 30)
 
 
+def growing(factor: float, cut: float) -> dict[str, Any]:
+    """Rollouts whose length grows to so many times the first, of which so many are cut."""
+    lengths = [100.0] * 20 + [100.0 * factor] * 20
+    return {"actor": points(reward=RISING, success=RISING, output_tokens=lengths, cut_by_length=[cut] * N)}
+
+
+def behind(steps: int) -> dict[str, Any]:
+    """Servers that keep version 20 while the trainer goes on by so many steps."""
+    return {"finetune": points(live_version=[float(min(i, 20)) for i in range(20 + steps + 1)])}
+
+
+BOUNDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clip fraction": (
+        "clip fraction",
+        {"finetune": points(clip_fraction=[0.29] * N)},
+        {"finetune": points(clip_fraction=[0.31] * N)},
+    ),
+    "nats between both ends": (
+        "mismatch",
+        {"finetune": points(logratio_abs_mean=[0.19] * N)},
+        {"finetune": points(logratio_abs_mean=[0.21] * N)},
+    ),
+    "nats of fresh tokens": (
+        "stale server",
+        {"finetune": points(logratio_abs_max_lag0=[0.95] * N)},
+        {"finetune": points(logratio_abs_max_lag0=[1.05] * N)},
+    ),
+    "three newest points": (
+        "stale server",
+        {"finetune": points(logratio_abs_max_lag0=[5.0] * 2)},
+        {"finetune": points(logratio_abs_max_lag0=[5.0] * 3)},
+    ),
+    "3 versions and 8 points behind, of 1 step each": ("stalled version", behind(12), behind(13)),
+    "effective sample size": (
+        "low effective sample size",
+        {"finetune": points(ess=[0.51] * N)},
+        {"finetune": points(ess=[0.49] * N)},
+    ),
+    "tokens that are no text": ("bad tokenizer", {"unreadable_share": 0.19}, {"unreadable_share": 0.21}),
+    "rollouts without an answer": (
+        "bad tokenizer",
+        {"actor": points(no_answer=[0.89] * N, success=[0.0] * N)},
+        {"actor": points(no_answer=[0.91] * N, success=[0.0] * N)},
+    ),
+    "success without an answer": (
+        "bad tokenizer",
+        {"actor": points(no_answer=[1.0] * N, success=[0.025] * N)},
+        {"actor": points(no_answer=[1.0] * N, success=[0.015] * N)},
+    ),
+    "forks": (
+        "forked conversations",
+        {"actor": points(forks=[0.45] * N, llm_calls=[8.0] * N)},
+        {"actor": points(forks=[0.55] * N, llm_calls=[8.0] * N)},
+    ),
+    "groups never solved": (
+        "groups never solved",
+        {"actor": points(groups_never_solved=[0.89] * N, groups_always_solved=[0.0] * N)},
+        {"actor": points(groups_never_solved=[0.91] * N, groups_always_solved=[0.0] * N)},
+    ),
+    "growth of cut rollouts": ("length explosion", growing(1.9, 0.3), growing(2.1, 0.3)),
+    "cut among grown rollouts": ("length explosion", growing(3.0, 0.09), growing(3.0, 0.11)),
+    "growth without cuts": ("length explosion", growing(3.9, 0.0), growing(4.1, 0.0)),
+    "success that leaves nothing to gain": (
+        "reward hack",
+        {"actor": points(reward=RISING, success=[0.96] * N)},
+        {"actor": points(reward=RISING, success=[0.94] * N)},
+    ),
+    "half of an interval: 0.051 of 350 rollouts, 0.049 of 390": (
+        "flat evaluation",
+        {"evaluations": evaluated(0.4, 0.4, rollouts=350)},
+        {"evaluations": evaluated(0.4, 0.4, rollouts=390)},
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_bound_parts_a_run_from_one_with_a_finding(bound: str) -> None:
+    title, inside, outside = BOUNDS[bound]
+    assert title not in [finding.title for finding in found(**inside)]
+    assert title in [finding.title for finding in found(**outside)]
+
+
 @pytest.mark.parametrize(
     ("story", "name"),
     [

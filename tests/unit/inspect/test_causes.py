@@ -9,6 +9,7 @@ from pipelinerl.actor.failures import REASONS
 from pipelinerl.inspect.finding import Level
 from pipelinerl.inspect.why.attempts import GIVEN_UP, causes
 from pipelinerl.inspect.why.evidence import Attempt, Drift
+from pipelinerl.inspect.why.metrics import failures_pay
 from tests.evidence import config, evidence
 from tests.planted_runs import FAULTS, Fault, play
 
@@ -163,6 +164,7 @@ def test_judge_is_noisy_where_equal_answers_earn_as_differently_as_others(
     ("letters", "failing", "found"),
     [
         ("aaaa", 12, ["confident failures"]),  # 12 of 30 sure groups: from 25 % on
+        ("aaaa", 8, ["confident failures"]),  # from 14 % on
         ("aaaa", 5, []),  # from 7 % on: so many may be mistakes of the policy's own
         ("aaaa", 30, []),  # nothing is ever right
         ("aaab", 12, []),  # the policy is not sure
@@ -192,3 +194,46 @@ def test_an_entropy_collapse_beside_confident_failures_may_be_that_of_wrong_refe
     found = causes(play(Fault(learning_rate=0.3, unsayable=0.5)))
     assert [cause.title for cause in found] == ["entropy collapse", "confident failures"]
     assert found[0].fix.startswith("If the answers of the confident failures below are right, mend their references.")
+
+
+@pytest.mark.parametrize(("paid", "pay"), [(3, False), (5, True)])
+def test_failures_pay_where_more_than_a_tenth_of_the_newest_earn_what_successes_do(paid: int, pay: bool) -> None:
+    """160 failures, of which the newest 40 count, after 8 successes that earn 1."""
+    wins = [Attempt(group="0-0", version=0, reward=1.0, success=1.0)] * 8
+    lost = [Attempt(group="0-1", version=1, reward=float(n >= 160 - paid), success=0.0) for n in range(160)]
+    assert failures_pay([*wins, *lost]) is pay
+
+
+@pytest.mark.parametrize(("ratio", "lag", "found"), [(0.65, 1.0, False), (0.68, 1.0, True), (9.0, 0.45, False)])
+def test_step_is_too_long_where_it_leaves_less_than_half_of_the_tokens_effective(
+    ratio: float, lag: float, found: bool
+) -> None:
+    """√(2 ln 2 / π) = 0.664 nats. Of a lag below half a step nothing is said."""
+    points = [{"step": step, "logratio_abs_mean": ratio, "lag_mean": lag} for step in range(8)]
+    titles = [cause.title for cause in causes(evidence(finetune=points))]
+    assert ("learning rate too high" in titles) is found
+
+
+def test_step_is_too_long_only_where_four_steps_are() -> None:
+    points = [{"step": step, "logratio_abs_mean": 2.0 * (step == 5), "lag_mean": 1.0} for step in range(16)]
+    assert "learning rate too high" not in [cause.title for cause in causes(evidence(finetune=points))], "2 / 4 nats"
+    points = [{"step": step, "logratio_abs_mean": 2.0 * (step in (5, 6)), "lag_mean": 1.0} for step in range(16)]
+    (cause,) = [cause for cause in causes(evidence(finetune=points)) if cause.title == "learning rate too high"]
+    assert cause.step == 5
+
+
+@pytest.mark.parametrize(("change", "stale"), [(0.011, False), (0.009, True)])
+def test_server_is_stale_that_moves_less_than_a_tenth_of_the_trainers_distance(change: float, stale: bool) -> None:
+    drift = Drift(first=0, last=50, contexts=100, change=change, apart=0.1)
+    assert bool(causes(evidence(drifts=[drift]))) is stale
+
+
+@pytest.mark.parametrize(("tokens", "down"), [(14, True), (17, False)])
+def test_judge_is_down_where_answers_keep_half_of_their_form(tokens: int, down: bool) -> None:
+    """All attempts succeed, then none does, with answers of other lengths: 10 tokens before."""
+    attempts = [
+        Attempt(group=f"{n}", version=n // 64, reward=float(n < 512), success=float(n < 512), tokens=length)
+        for n in range(1024)
+        for length in [10 if n < 512 else tokens]
+    ]
+    assert ("judge down" in [cause.title for cause in causes(evidence(attempts=attempts))]) is down

@@ -41,6 +41,14 @@ def test_a_text_too_short_to_miss_says_nothing() -> None:
     assert share_asked("not JSON, and cut", "not JSON, and cut somewhere") == 1.0
 
 
+def test_a_text_of_sixteen_characters_is_looked_for_and_a_fifth_of_it_is_no_accident() -> None:
+    assert share_asked(problem(question="a" * 15), "b") is None
+    assert share_asked(problem(question="a" * 16), "b") == 0.0
+    text = "".join(chr(0x4E00 + place) for place in range(100))
+    assert share_asked(problem(question=text), text[:19]) == 0.0
+    assert share_asked(problem(question=text), text[:21]) == 0.21
+
+
 def test_an_end_inside_a_completion_is_no_end() -> None:
     """Tokens 3 to 8 are one completion of two versions, 9 to 11 another; 7 ends an answer."""
 

@@ -14,7 +14,7 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.inspect import finding as finding_of
 from pipelinerl.launcher.doctor.__main__ import main
-from pipelinerl.launcher.doctor.findings import DOMAIN, copying_rule
+from pipelinerl.launcher.doctor.findings import DOMAIN, Observation, Seen, copying_rule, slow
 from pipelinerl.launcher.doctor.play import Stage, affordable, examine
 from pipelinerl.launcher.doctor.policies import candidates, hidden_fields
 from pipelinerl.llm import Prompt
@@ -174,6 +174,17 @@ def test_the_command_prints_what_players_earn_and_finds_nothing_in_a_shipped_dom
 def test_a_domain_that_cannot_be_loaded_is_refused_with_its_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config-name=quickstart", "dataset_loader=no.such.loader"]) == EXIT_REFUSED
     assert "`dataset_loader`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "worst_s", "found"), [(0.1, 1.9, False), (0.1, 2.1, True), (0.5, 4.9, False), (0.5, 5.1, True)]
+)
+def test_a_judgement_is_slow_beyond_two_seconds_and_ten_times_the_median(
+    usual_s: float, worst_s: float, found: bool
+) -> None:
+    rollouts = [Observation(player="empty", problem=n, prompt="", seconds=usual_s) for n in range(8)]
+    rollouts.append(Observation(player="longest", problem=0, prompt="", seconds=worst_s))
+    assert [finding.title for finding in slow(Seen(rollouts=rollouts))] == found * ["an answer takes the judge long"]
 
 
 def test_a_copying_rule_is_tested_on_problems_that_did_not_make_it() -> None:

@@ -205,4 +205,5 @@ def test_recorded_facts_of_a_card_are_judged_as_then() -> None:
 def test_runs_on_a_gpu_move_weights_in_the_buckets_of_gpus() -> None:
     """The quickstart's are for a model of 0.1M parameters: 0.5B took 0.6 s in 250 of them on an H200."""
     run = compose("quickstart", list(CARD.run_options))
+    assert run.finetune.max_train_steps == verdicts.LEARNING_STEPS, "a shorter quickstart has not learned"
     assert run.weights.bucket_mb == compose("base", []).weights.bucket_mb > compose("quickstart", []).weights.bucket_mb
