@@ -20,6 +20,7 @@ from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.records import BatchUnit, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.drops import DropReason
 from pipelinerl.world import Job
 from tests.scripted_actor import QuietStatus, ScriptedDrops, ScriptedTrainer, ScriptedWorkers
 
@@ -90,7 +91,9 @@ def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "tr
     return GroupFinished(
         task_id=start.task_id,
         rollouts=tuple(rollout(i, start.version) for i in start.attempts if i not in failed),
-        failures=tuple(Failure(attempt=i, reason=reason, detail="d") for i in start.attempts if i in failed),
+        failures=tuple(
+            Failure(attempt=i, reason=DropReason(reason), detail="d") for i in start.attempts if i in failed
+        ),
     )
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.groups import problem_text
 from pipelinerl.actor.messages import Failure, StartGroup
@@ -150,7 +149,7 @@ class Evaluator:
         assert isinstance(work, TestWork)
         if current is None:
             return
-        repeat = all(failure.reason in failures.WORTH_REPEATING for failure in ended.failures)
+        repeat = all(failure.reason.repeats for failure in ended.failures)
         current.add_results(work.item, ended.rollouts, worth_repeating=repeat, suspect=work.suspect)
         if ended.rollouts:
             self._topics.publish(self._group(work, ended, current.version))

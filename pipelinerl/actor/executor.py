@@ -38,6 +38,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
+from pipelinerl.records.drops import DropReason
 from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, check_named_rewards
 
 log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class Executor:
         recording = AttemptTransport(file, transport, route)
         played = await play(recording, min([start.version, *recording.versions]))
         await recording.end()
-        ended = isinstance(played, Rollout) or played.reason not in failures.WORTH_REPEATING
+        ended = isinstance(played, Rollout) or not played.reason.repeats
         diverged = recording.has_diverged(ended)
         if diverged:
             log.warning("event=rollout_diverged id=%s/%d recorded=%d", start.group_id, attempt, len(file.answers))
@@ -276,7 +277,7 @@ class Executor:
                 f"{function_name(self._functions[start.domain])} returned {len(result.training_texts)} training texts "
                 f"without a sampled token to train on: labels of {MASKED_TOKEN_ID} mask tokens"
             )
-            return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)
+            return Failure(attempt=attempt, reason=DropReason.NO_TRAINED_TOKENS, detail=detail, latency_s=latency_s)
         return rollout
 
 

@@ -1,4 +1,4 @@
-"""Classifies the failures of rollouts. Each cause has one word, its own counter and its own budget. Pure."""
+"""Finds the reason for an exception that ended a rollout, and describes it. Pure."""
 
 import asyncio
 import traceback
@@ -16,48 +16,32 @@ from pipelinerl.errors import (
     VerifierError,
 )
 from pipelinerl.observability.logging import redacted
+from pipelinerl.records.drops import DropReason
 
-TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
-    "transport",
-    "weights",
-    "timeout",
-    "verifier",
-    "domain_error",
-    "too_long",
-    "too_large",
-    "empty",
-    "poisonous",
-)
-REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
-WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
-"""Causes outside the problem itself. Attempts that fail for one of these are tried again."""
-OF_THE_DOMAIN = frozenset({DOMAIN, EMPTY})
-"""Causes in the domain's own code. It will do so again, so they count towards ``actor.max_domain_errors``."""
-KEEP_ANSWERS = frozenset({TRANSPORT, VERIFIER})
-"""Causes that mostly lie outside the attempt, too. Tried again for the first time, it gets the answers that it had got.
-After a second failure, or another one, they are sampled anew: they may be a faulty server's, or the reason why it
-failed, such as an answer of which a judge can say nothing."""
+OF_THE_DOMAIN = frozenset({DropReason.DOMAIN_ERROR, DropReason.NO_TRAINED_TOKENS})
+"""The domain's own code will fail again, so these count towards ``actor.max_domain_errors``."""
 
 MAX_ERROR_CHARS = 2000
 
 _TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_len", "longer than the maximum")
 
 
-def classify(error: BaseException) -> str:
-    """Returns the reason, one of ``REASONS``, for an exception that ended a rollout."""
+def classify(error: BaseException) -> DropReason:
+    """Returns the reason for an exception that ended a rollout."""
     if isinstance(error, VerifierError):
-        return VERIFIER
+        return DropReason.VERIFIER
     if isinstance(error, SequenceTooLong):
-        return TOO_LONG
+        return DropReason.TOO_LONG
     if isinstance(error, (DomainError, RecordError)):
-        return DOMAIN
+        return DropReason.DOMAIN_ERROR
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
-        return TIMEOUT
+        return DropReason.TIMEOUT
     if isinstance(error, ServerError) and not is_retryable(error):
-        return TOO_LONG if any(words in str(error).lower() for words in _TOO_LONG_WORDS) else DOMAIN
+        too_long = any(words in str(error).lower() for words in _TOO_LONG_WORDS)
+        return DropReason.PROMPT_TOO_LONG if too_long else DropReason.DOMAIN_ERROR
     if isinstance(error, (TransportError, aiohttp.ClientError, ConnectionError)):
-        return TRANSPORT
-    return DOMAIN
+        return DropReason.TRANSPORT
+    return DropReason.DOMAIN_ERROR
 
 
 def describe_failure(error: BaseException, function: str, problem: dict) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipelinerl.actor import failures
 from pipelinerl.actor.images import describe_value
 from pipelinerl.actor.messages import Failure, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
@@ -27,6 +26,7 @@ from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import ActorRecord, GroupDropped, ProbeMissed, Rollout, RolloutGroup
+from pipelinerl.records.drops import DropReason
 from pipelinerl.records.rollouts import PROBLEM_CHARS
 
 log = logging.getLogger(__name__)
@@ -177,13 +177,13 @@ class TrainingGroups:
             group.finished, group.used = time.monotonic(), newest_used(group.rollouts)
             self._held[group.start.domain].append(group)
             return
-        worst = next((f for f in failed if f.reason not in failures.WORTH_REPEATING), failed[0])
-        if worst.reason in failures.WORTH_REPEATING and group.reissues < self._rules.max_reissues:
+        worst = next((f for f in failed if not f.reason.repeats), failed[0])
+        if worst.reason.repeats and group.reissues < self._rules.max_reissues:
             self._metrics.retried()
             group.reissues += 1
             group.narrow(tuple(sorted(failure.attempt for failure in failed)))
-            kept = failures.KEEP_ANSWERS if group.reissues == 1 else ()
-            anew = [failure.attempt for failure in failed if failure.reason not in kept]
+            is_first = group.reissues == 1
+            anew = [failure.attempt for failure in failed if not (is_first and failure.reason.keeps_answers)]
             self._journal.forget_answers(group.start.group_id, anew)
             self._table.submit(group)
             return
@@ -292,7 +292,7 @@ class TrainingGroups:
                 ),
             )
         except RecordTooLarge as error:
-            self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
+            self._drop(group, Failure(attempt=0, reason=DropReason.TOO_LARGE, detail=str(error)))
             return
         self._table.gate.published(rollouts)
         spans.record("group", group.start.group_id, group.began, root=True, rollouts=len(rollouts))

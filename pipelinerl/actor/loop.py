@@ -23,6 +23,7 @@ from pipelinerl.actor.work import WorkEnded, WorkTable
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import ProbeMissed
+from pipelinerl.records.drops import DropReason
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class ActorLoop:
         if failure.reason in failures.OF_THE_DOMAIN:
             log.error("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
             self._domain_errors.add(failure.detail)
-        elif failure.reason != failures.POISONOUS:  # the worker's death is in the log
+        elif failure.reason != DropReason.POISONOUS:  # the worker's death is in the log
             log.warning("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
 
     def _name_wait(self) -> None:

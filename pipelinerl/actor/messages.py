@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.records import Rollout
+from pipelinerl.records.drops import DropReason
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
@@ -60,8 +61,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt without a result. It never becomes a reward."""
 
     attempt: int
-    reason: str
-    """One of ``failures.REASONS``."""
+    reason: DropReason
     detail: str
     latency_s: float = 0.0
     server: str = ""

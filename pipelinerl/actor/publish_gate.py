@@ -8,9 +8,9 @@ a server whose newest probe took longer.
 
 from collections.abc import Iterable, Mapping
 
-from pipelinerl.actor import failures
 from pipelinerl.actor.messages import Failure
 from pipelinerl.records import Rollout
+from pipelinerl.records.drops import DropReason
 
 CHECK_WAIT_S = 10.0
 """Longest wait of a finished group for the probes of its servers."""
@@ -75,7 +75,7 @@ class Misses:
             refused.append(
                 Failure(
                     attempt=rollout.attempt,
-                    reason=failures.WEIGHTS,
+                    reason=DropReason.WEIGHTS,
                     detail=detail,
                     latency_s=rollout.latency_s,
                     server=server,

@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from pipelinerl.actor import failures
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
 from pipelinerl.actor.publish_gate import Misses, PublishGate
 from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.records import Rollout
+from pipelinerl.records.drops import DropReason
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +185,6 @@ def _blamed(work: Work, lost: Lost) -> WorkEnded:
     """Returns the work with all of its attempts failed."""
     detail = f"the worker process ended with exit code {lost.exit_code} during this group"
     failed = tuple(
-        Failure(attempt=attempt, reason=failures.POISONOUS, detail=detail) for attempt in work.start.attempts
+        Failure(attempt=attempt, reason=DropReason.POISONOUS, detail=detail) for attempt in work.start.attempts
     )
     return WorkEnded(work=work, rollouts=(), failures=failed)

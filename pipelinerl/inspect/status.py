@@ -23,6 +23,7 @@ from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError, visible
 from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
+from pipelinerl.inspect.drops import HEADER, drops_table
 from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
 from pipelinerl.inspect.reading import look_into, process_environment
 from pipelinerl.inspect.report import (
@@ -224,6 +225,8 @@ def screen(run_dir: Path) -> list[str]:
         *streams,
         *blocked_loop_lines(metrics, statuses),
     ]
+    if drops := drops_table(run_dir, cfg.world.replicas):
+        lines += ["", *table(HEADER, drops)]
     if (balance := balance_figures(run_dir, cfg)) is not None:
         lines.append(f"balance   {balance_line(balance)}")
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []

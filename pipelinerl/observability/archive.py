@@ -19,12 +19,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipelinerl.config.sections import ArchiveSection
 from pipelinerl.errors import StreamError
+from pipelinerl.records.archive import TRAINED
+from pipelinerl.records.drops import DropReason
 from pipelinerl.records.rollouts import Rollout
 from pipelinerl.streams.codec import Codec
 from pipelinerl.world.disk import replace_file
 
-UNINTERESTING = ("zero_advantage",)
-"""Reasons of drops that are not flags, because they are as frequent as solved problems."""
+UNFLAGGED = (TRAINED, DropReason.ZERO_ADVANTAGE)
+"""Outcomes that are not flags. The second is as frequent as solved problems."""
 REWARD_WITHOUT_SUCCESS = "reward_without_success"
 LONGEST = "longest"
 
@@ -55,7 +57,7 @@ def flags_of(rollouts: Sequence[tuple[Rollout, str]]) -> list[tuple[str, ...]]:
     longest = lengths.index(max(lengths)) if lengths else -1
     found = []
     for index, (rollout, outcome) in enumerate(rollouts):
-        flags = [outcome] if outcome not in ("trained", *UNINTERESTING) else []
+        flags = [outcome] if outcome not in UNFLAGGED else []
         if usual is not None and rollout.metrics.get("success") == 0 and rollout.reward > usual:
             flags.append(REWARD_WITHOUT_SUCCESS)
         if index == longest:

@@ -7,6 +7,7 @@ from pipelinerl.observability.archive import StepArchive, chosen, flags_of
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import ArchivedRollout, ArchivedStep, RolloutGroup
 from pipelinerl.records.archive import TRAINED
+from pipelinerl.records.drops import DropReason
 
 
 @dataclass
@@ -17,7 +18,7 @@ class RolloutArchive:
     """None keeps nothing."""
     _decided: list[tuple[Sample, str]] = field(default_factory=list)
 
-    def add(self, sample: Sample, drop_reason: str | None) -> None:
+    def add(self, sample: Sample, drop_reason: DropReason | None) -> None:
         """Add a decided rollout. ``drop_reason`` None: it is trained."""
         if self.archive is not None:
             self._decided.append((sample, drop_reason or TRAINED))

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
-from pipelinerl.preprocess.samples import INVALID, LAG, SCORES, Peer, Sample, Source, with_peers
+from pipelinerl.preprocess.samples import SCORES, Peer, Sample, Source, with_peers
 from pipelinerl.records import TrainingSequence
+from pipelinerl.records.drops import DropReason
 
 LagDrop = Literal["never", "rollout", "token"]
 
@@ -179,13 +180,13 @@ class BatchCutter:
         assert not self.samples, f"the batch of step {self.step} has samples"
         self.step = step
 
-    def offer(self, sample: Sample) -> str | None:
+    def offer(self, sample: Sample) -> DropReason | None:
         """Add the sample to the batch, or return the reason why it is dropped.
 
         Its peers are then those that could be trained in the same batch.
         """
         reason = sample.drop_reason or self._lag_reason(sample)
-        if reason == LAG and self.lag_drop == "token" and self.max_lag_steps is not None:
+        if reason == DropReason.LAG and self.lag_drop == "token" and self.max_lag_steps is not None:
             young = without_old_tokens(sample, self.step - self.max_lag_steps)
             if young is not None:
                 sample, reason = young, None
@@ -193,13 +194,13 @@ class BatchCutter:
             self.samples.append(with_peers(sample, tuple(filter(self._can_train, sample.peers))))
         return reason
 
-    def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
+    def lost_share(self, sample: Sample, drop_reason: DropReason | None) -> float:
         """Share of the last offered sample's trained tokens that the lag bound removed.
 
         ``drop_reason``: what ``offer`` returned.
         """
         if drop_reason is not None:
-            return 1.0 if drop_reason == LAG else 0.0
+            return 1.0 if drop_reason == DropReason.LAG else 0.0
         taken = self.samples[-1]
         return taken.num_masked / sample.num_trained if sample.num_trained else 0.0
 
@@ -218,13 +219,13 @@ class BatchCutter:
     def _can_train(self, peer: Peer) -> bool:
         """Whether a rollout of a group can be trained at this step, at least in part."""
         reason = self._lag_reason(peer)
-        if reason != LAG or self.max_lag_steps is None:
+        if reason != DropReason.LAG or self.max_lag_steps is None:
             return reason is None
         return self.lag_drop == "token" and self.step - peer.newest_version <= self.max_lag_steps
 
-    def _lag_reason(self, sample: Sample | Peer) -> str | None:
+    def _lag_reason(self, sample: Sample | Peer) -> DropReason | None:
         if sample.newest_version > self.step:
-            return INVALID
+            return DropReason.FUTURE_VERSION
         if self.max_lag_steps is not None and self.step - sample.oldest_version > self.max_lag_steps:
-            return LAG
+            return DropReason.LAG
         return None

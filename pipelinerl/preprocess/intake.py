@@ -4,7 +4,7 @@ Consumes: topic `actor` of one replica. Waits for: the next group, and for refer
 `preprocess.reference_concurrency` groups are pending. Samples leave in the order of the topic, however long each group
 takes to score.
 
-A group that `records.check` refuses is never trained: its rollouts become samples with the drop reason `invalid`. A
+A group that `records.check` refuses is never trained: its rollouts become samples with the drop reason `malformed`. A
 `GroupDropped` is the actor's own record of a drop and yields no samples.
 """
 

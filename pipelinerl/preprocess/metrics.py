@@ -17,10 +17,11 @@ from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.preprocess.batching import BatchCutter, LengthDeciles, OptimizerBatch
-from pipelinerl.preprocess.samples import LAG, Sample
+from pipelinerl.preprocess.samples import Sample
 from pipelinerl.preprocess.totals import Totals
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.archive import TRAINED
+from pipelinerl.records.drops import DropReason
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Survivorship:
     def __init__(self) -> None:
         self._totals: dict[str, OutcomeTotals] = defaultdict(OutcomeTotals)
 
-    def add(self, sample: Sample, drop_reason: str | None) -> None:
+    def add(self, sample: Sample, drop_reason: DropReason | None) -> None:
         """Add a decided rollout. ``drop_reason`` None: it is trained."""
         self._totals[drop_reason or TRAINED].add(sample)
 
@@ -161,10 +162,10 @@ class BatchReport:
         self._deciles = LengthDeciles()
         self._last_publish = time.monotonic()
 
-    def decided(self, sample: Sample, reason: str | None, cutter: BatchCutter) -> None:
+    def decided(self, sample: Sample, reason: DropReason | None, cutter: BatchCutter) -> None:
         """Record a sample's outcome. Call it right after ``cutter`` decided it."""
         self._survivorship.add(sample, reason)
-        if reason in (None, LAG):
+        if reason in (None, DropReason.LAG):
             lag = cutter.step - sample.oldest_version
             self._deciles.add(sample.num_trained, lag, cutter.lost_share(sample, reason))
 

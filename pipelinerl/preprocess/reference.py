@@ -27,9 +27,10 @@ import numpy as np
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.servers import ScoringModel, SideModel
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
-from pipelinerl.preprocess.samples import INVALID, SCORES, Sample
+from pipelinerl.preprocess.samples import SCORES, Sample
 from pipelinerl.records import TrainingSequence
 from pipelinerl.records.check import LARGEST_NUMBER
+from pipelinerl.records.drops import DropReason
 from pipelinerl.weights.verify.scores import Scores, score_sequences
 from pipelinerl.world import Job
 from pipelinerl.world.tls import client_context
@@ -167,7 +168,7 @@ def _with_scores(sample: Sample, results: Sequence[Result], model: ScoringModel)
         refused = RecordError(f"a log-prob of {model.name} is not within ±{LARGEST_NUMBER:g}")
     if refused is not None:
         log.warning("event=sample_refused sample=%s reason=%s", sample.sample_id, refused)
-        return replace(sample, drop_reason=INVALID)
+        return replace(sample, drop_reason=DropReason.NOT_SCORED)
     fields: dict[str, Any] = {name: tuple(columns[name] for columns in found) for name in found[0]}
     return replace(sample, **fields)
 
@@ -179,7 +180,7 @@ def _without_unhinted(sample: Sample) -> Sample:
     log.warning(
         "event=sample_refused sample=%s reason=a teacher sees hints, and it has no hinted_prompt", sample.sample_id
     )
-    return replace(sample, drop_reason=INVALID)
+    return replace(sample, drop_reason=DropReason.NO_HINT)
 
 
 def _columns_of(sample: Sample, model: ScoringModel) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import group_advantages, step_returns, text_advantages
 from pipelinerl.records import BatchUnit, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.drops import DropReason
 from pipelinerl.rollouts import check_named_rewards
 
 ZERO_TOLERANCE = 1e-6
@@ -59,12 +60,6 @@ def all_advantages_zero(advantages: np.ndarray) -> bool:
 
 Source = tuple[int, int]
 """Place of a sample in the run: (offset of its group in topic `actor`, index of the rollout in the group)."""
-
-INVALID = "invalid"
-NO_TRAINED_TOKENS = "no_trained_tokens"
-TOO_LONG = "too_long"
-ZERO_ADVANTAGE = "zero_advantage"
-LAG = "lag"
 
 SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs", "teacher_versions")
 """Fields of a sample that hold what other models say of its trained tokens."""
@@ -126,7 +121,7 @@ class Sample:
     """Those rollouts, of which some may be too old when a batch takes this one."""
     oldest_version: int = 0
     newest_version: int = 0
-    drop_reason: str | None = None
+    drop_reason: DropReason | None = None
     group: RolloutGroup | None = None
     """The rollout's group, for the archive."""
 
@@ -174,7 +169,7 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
         advantages = sequence_advantages(group.rollouts, shaping)
     _check_numbers(group, advantages)
     zero = shaping.filter_zero_advantage_groups and shaping.advantage != "value"
-    drop_group = ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
+    drop_group = DropReason.ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
     return count_peers(
         [
             _prepare_rollout(group, rollout, (offset, i), member, drop_group, shaping)
@@ -199,7 +194,10 @@ def with_peers(sample: Sample, peers: tuple[Peer, ...]) -> Sample:
 
 
 def refused_group(offset: int, group: RolloutGroup, unit: BatchUnit = "rollouts") -> list[Sample]:
-    """Make the samples, all dropped as invalid, of a group that may not be trained. ``offset``: in topic `actor`."""
+    """Make the samples, all dropped as malformed, of a group that `records.check` refuses.
+
+    ``offset``: in topic `actor`.
+    """
     return [
         Sample(
             sample_id=f"{group.group_id}/{rollout.attempt}",
@@ -208,7 +206,7 @@ def refused_group(offset: int, group: RolloutGroup, unit: BatchUnit = "rollouts"
             source=(offset, i),
             reward=float("nan"),
             size=rollout.size(unit),
-            drop_reason=INVALID,
+            drop_reason=DropReason.MALFORMED,
             group=group,
         )
         for i, rollout in enumerate(group.rollouts)
@@ -281,15 +279,15 @@ def _prepare_rollout(
     rollout: Rollout,
     source: Source,
     advantages: np.ndarray,
-    drop_reason: str | None,
+    drop_reason: DropReason | None,
     shaping: Shaping,
 ) -> Sample:
     trained = [(i, sequence) for i, sequence in enumerate(rollout.sequences) if len(sequence.logprobs)]
     lengths = [len(sequence.token_ids) for _, sequence in trained]
     if not trained:
-        drop_reason = NO_TRAINED_TOKENS
+        drop_reason = DropReason.NO_TRAINED_TOKENS
     elif max(lengths) > shaping.seq_length:
-        drop_reason = TOO_LONG
+        drop_reason = DropReason.TOO_LONG
     return Sample(
         sample_id=f"{group.group_id}/{rollout.attempt}",
         group_id=group.group_id,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.samples import Sample, Source
 from pipelinerl.records import DataOrder, PreprocessorProgress
+from pipelinerl.records.drops import DropReason
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class Totals:
         """Begin with the step of the checkpoint from which the run was resumed."""
         self.step = step
 
-    def decided(self, sample: Sample, drop_reason: str | None) -> bool:
+    def decided(self, sample: Sample, drop_reason: DropReason | None) -> bool:
         """Count a sample's outcome. False if it was counted before the restart. ``drop_reason`` None: packed."""
         if sample.after <= self.counted_until:
             return False

@@ -113,6 +113,7 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     """Since the start of the run, in units of `finetune.batch_unit`: what came and fills no batch. It is what was
     dropped, and what batches hold beyond their size. None: ``samples_dropped``."""
     dropped_by_reason: dict[str, int]
+    """Running totals, by `records.drops.DropReason` or a word of an older version."""
     step: int
     """Next optimizer step to be packed. Of n preprocessors, number r packs the steps with ``step % n == r``."""
     dropped_sample_ids: tuple[tuple[str, str], ...] = ()

@@ -129,7 +129,7 @@ class GroupDropped(Dispatched, frozen=True, kw_only=True, tag="dropped"):
     """A dispatched problem that yields no group, with the reason. Every dispatch ends as a group or as this record."""
 
     reason: str
-    """"transport", "timeout", "domain_error", "verifier", "too_long", "poisonous", …"""
+    """A `records.drops.DropReason`, or a word of an older version."""
     detail: str
 
 

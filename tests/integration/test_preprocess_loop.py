@@ -91,8 +91,8 @@ def test_drops_are_reported_with_reasons_and_the_ledger_is_closed(run_dir: Path)
         in_hand = len(role.cutter.samples)
     progress = read_topic(run_dir, topics.PREPROCESSOR, PreprocessorProgress)
     last = progress[-1]
-    assert set(last.dropped_by_reason) == {"invalid", "zero_advantage", "lag"}
-    assert last.dropped_by_reason["invalid"] == 4 * sum(position % 9 == 5 for position in range(30))
+    assert set(last.dropped_by_reason) == {"malformed", "zero_advantage", "lag"}
+    assert last.dropped_by_reason["malformed"] == 4 * sum(position % 9 == 5 for position in range(30))
     assert last.samples_packed + last.samples_dropped + in_hand == 4 * 30
     ledger = ledger_of(records, progress, steps_trained=0)
     assert not ledger.violations
@@ -123,7 +123,7 @@ def test_archive_has_every_rollout_of_the_last_step_with_outcome_and_advantage(r
         *(f"0-3/{attempt}" for attempt in range(4)),
     ]
     first = {rollout.sample_id: rollout for record in steps[0] for rollout in record.rollouts}
-    assert {name for name, rollout in first.items() if rollout.outcome == "invalid"} == {f"0-1/{i}" for i in range(4)}
+    assert {name for name, rollout in first.items() if rollout.outcome == "malformed"} == {f"0-1/{i}" for i in range(4)}
     trained = [rollout for rollout in first.values() if rollout.outcome == "trained"]
     assert 3 <= len(trained) <= 4, "three chosen ones, and the longest if it is none of them"
     for rollout in trained:

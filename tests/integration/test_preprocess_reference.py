@@ -109,7 +109,7 @@ def test_sample_that_the_reference_cannot_score_is_dropped(
     ctx = make_context(run_dir, make_world(reference_servers=1), "finetune.rl.final_kl_coef=0.1")
     with preprocessor(ctx) as role:
         turn_until(role, consumed(role, 2))
-        assert dict(role.totals.dropped) == {"invalid": 1}
+        assert dict(role.totals.dropped) == {"not_scored": 1}
 
 
 def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 import websockets
 
-from pipelinerl.actor.failures import TRANSPORT, classify
+from pipelinerl.actor.failures import classify
 from pipelinerl.domains.libraries import openenv
 from pipelinerl.domains.libraries.openenv import generate_rollout, load_problems
 from pipelinerl.testing import run_rollout
@@ -89,4 +89,4 @@ async def test_failing_server_is_no_reward(how: str, monkeypatch: pytest.MonkeyP
         url = nobody if how == "down" else f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(Exception, match="OpenEnv server") as raised:
             await run_rollout(generate_rollout, problem(url), ["1", "2", "3", "4"])
-    assert classify(raised.value) == TRANSPORT
+    assert classify(raised.value) == "transport"

@@ -353,19 +353,23 @@
   function survivorship() {
     const panels = runs.map((run) => {
       const { outcomes, deciles } = run.survivorship;
-      if (!outcomes.length) return null;
+      const [head, ...drops] = run.drops;
+      if (!outcomes.length && !drops.length) return null;
       const total = outcomes.reduce((sum, outcome) => sum + outcome.count, 0);
       return make("div", { class: "panel" }, make("h3", {}, run.name),
         make("div", { class: "stack" }, ...outcomes.map((outcome, index) => make("div",
           { style: `flex:${outcome.count};background:${color(index)}`, title: `${outcome.outcome} ${outcome.count}` }))),
-        make("table", {}, make("tbody", {}, make("tr", {}, ...["outcome", "rollouts", "share", "mean tokens", "mean reward"].map((text, i) =>
+        !outcomes.length ? null : make("table", {}, make("tbody", {}, make("tr", {}, ...["outcome", "rollouts", "share", "mean tokens", "mean reward"].map((text, i) =>
           make("th", { class: i ? "number" : "" }, text))),
           ...outcomes.map((outcome, index) => make("tr", {}, make("td", {}, make("i", { class: "key", style: `background:${color(index)}` }), outcome.outcome),
             ...[outcome.count, `${(100 * outcome.count / total).toFixed(1)} %`, short(outcome.tokens), short(outcome.reward)].map((text) =>
               make("td", { class: "number" }, String(text))))))),
         deciles.some((share) => share > 0) ? make("div", {}, make("div", { class: "bars", role: "img", "aria-label": "loss by length" },
           ...deciles.map((share, index) => make("div", { style: `height:${100 * share}%`, title: `decile ${index + 1}: ${(100 * share).toFixed(1)} %` }))),
-          make("p", { class: "note" }, `Share of sampled tokens that max_lag_steps took away, shortest tenth of the rollouts to the longest: ${deciles.map((share) => `${(100 * share).toFixed(0)}`).join(", ")} %.`)) : null);
+          make("p", { class: "note" }, `Share of sampled tokens that max_lag_steps took away, shortest tenth of the rollouts to the longest: ${deciles.map((share) => `${(100 * share).toFixed(0)}`).join(", ")} %.`)) : null,
+        !drops.length ? null : make("div", { class: "scroll" }, make("table", {}, make("tbody", {},
+          make("tr", {}, ...head.map((text) => make("th", {}, text))),
+          ...drops.map((row) => make("tr", {}, ...row.map((text) => make("td", {}, text))))))));
     }).filter(Boolean);
     $("#survivorship").hidden = !panels.length;
     $("#survivorship .grid").replaceChildren(...panels);

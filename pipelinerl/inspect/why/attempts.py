@@ -8,7 +8,7 @@ import math
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,6 +29,7 @@ from pipelinerl.inspect.why.metrics import (
     success_shift,
 )
 from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
+from pipelinerl.records.drops import DropReason
 
 MOST = 0.5
 """Share of the attempts beyond which a fault is that of the run."""
@@ -56,27 +57,19 @@ MANY_EQUAL = 4
 SURE_FAILURES = 0.1
 """Share of the groups of one answer that fail. In healthy runs of `benchmarks/why.py` it is at most .06."""
 
-GIVEN_UP = {
-    "verifier": ("judge down", "verifier_*/log.txt and actor_*/log.txt name the judge's error"),
-    "domain_error": ("domain fails", "event=rollout_failed in actor_*/log.txt has the exception and its line: mend it"),
-    "empty": (
-        "nothing to train",
-        "The domain returns no sampled token to train on: return the texts of its calls, with fewer labels of -100",
-    ),
-    "transport": ("servers fail", "Read actor_llm_*/log.txt: requests got no answer, or an error"),
-    "weights": ("servers fail", "Read actor_llm_*/log.txt and finetune_0/log.txt: weights were not as announced"),
-    "timeout": (
-        "rollouts time out",
-        "Raise actor.rollout_timeout_s, or find what takes so long: answers, tools or the judge",
-    ),
-    "too_long": (
-        "sequences too long",
-        "Raise finetune.seq_length and max_model_len, or lower llm.parameters.max_tokens or the prompts' length",
-    ),
-    "too_large": ("groups too large", "actor_*/log.txt has the limit: return fewer or shorter texts and images"),
-    "poisonous": ("workers die", "actor_*/log.txt has the exit code: look for crashes of libraries and for memory"),
+GIVEN_UP: Mapping[str, str] = {
+    DropReason.VERIFIER: "judge down",
+    DropReason.DOMAIN_ERROR: "domain fails",
+    DropReason.NO_TRAINED_TOKENS: "nothing to train",
+    DropReason.TRANSPORT: "servers fail",
+    DropReason.WEIGHTS: "servers fail",
+    DropReason.TIMEOUT: "rollouts time out",
+    DropReason.PROMPT_TOO_LONG: "sequences too long",
+    DropReason.TOO_LONG: "sequences too long",
+    DropReason.TOO_LARGE: "groups too large",
+    DropReason.POISONOUS: "workers die",
 }
-"""Reason for which the actor gave up most groups (`actor.failures.REASONS`) → title of the finding, and fix."""
+"""Title of the finding where the actor gave up most groups for this reason."""
 
 
 def causes(run: Evidence) -> list[Finding]:
@@ -98,7 +91,8 @@ def unjudged(run: Evidence) -> Iterable[Finding]:
     given_up = sum(run.dropped.values())
     if given_up > MOST * (given_up + run.groups):
         reason, count = max(run.dropped.items(), key=lambda item: item[1])
-        title, fix = GIVEN_UP.get(reason, ("groups given up", "actor_*/log.txt has the reason: event=group_dropped"))
+        title, known = GIVEN_UP.get(reason, "groups given up"), DropReason.of(reason)
+        fix = "actor_*/log.txt has the reason: event=group_dropped" if known is None else known.fix
         text = (
             f"{given_up} of {given_up + run.groups} groups were given up, {count} of them for `{reason}`: "
             "nothing of them is trained"

@@ -160,7 +160,7 @@ def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
     assert len(stage.records) == before
 
 
-@pytest.mark.parametrize("reason", ["domain_error", "empty"])
+@pytest.mark.parametrize("reason", ["domain_error", "no_trained_tokens"])
 def test_failures_of_the_domain_beyond_the_budget_end_the_role(reason: str) -> None:
     stage = Stage(lambda start: finished(start, failed=start.attempts, reason=reason))
     with pytest.raises(DomainError, match=says(6, "failed", "actor.max_domain_errors=5", "d")):

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.whole_group import run_whole_group
-from pipelinerl.actor import answer_journal, failures
+from pipelinerl.actor import answer_journal
 from pipelinerl.actor.answer_journal import (
     FOLDER,
     MAX_PLAYS,
@@ -38,6 +38,7 @@ from pipelinerl.config.rules.experiment import DOMAIN_NAME_BYTES
 from pipelinerl.llm import GenerateRequest, Prompt, TrainableLLM
 from pipelinerl.records import ActorRecord, GroupDropped, OrderResumed
 from pipelinerl.records.answers import Completion
+from pipelinerl.records.drops import DropReason
 from pipelinerl.records.order import DataOrder
 from pipelinerl.rollouts import BaseMetrics, CallTokens, RolloutResult
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
@@ -492,7 +493,7 @@ async def test_play_that_goes_further_or_ends_does_not_count(life: Life) -> None
 # ---- who forgets the answers
 
 
-@pytest.mark.parametrize("reason", sorted(failures.WORTH_REPEATING))
+@pytest.mark.parametrize("reason", [reason for reason in DropReason if reason.repeats])
 def test_attempt_that_failed_is_sampled_anew_unless_the_infrastructure_failed_it(reason: str) -> None:
     fails = iter([[1]])
     stage = Stage(lambda start: finished(start, failed=next(fails, []), reason=reason))

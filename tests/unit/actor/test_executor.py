@@ -417,7 +417,7 @@ async def test_result_without_tokens_is_not_trained(run: Run, server: FakeServer
         return RolloutResult(training_texts=[], metrics=METRICS, latency=0.0)
 
     finished = await run(empty, server, attempts=1)
-    assert finished.failures[0].reason == "empty"
+    assert finished.failures[0].reason == "no_trained_tokens"
     assert "returned 0 training texts" in finished.failures[0].detail
 
 
@@ -429,7 +429,7 @@ async def test_result_whose_labels_are_all_masked_is_not_trained_and_says_so(run
         return result
 
     finished = await run(masked, server, attempts=1)
-    assert finished.failures[0].reason == "empty"
+    assert finished.failures[0].reason == "no_trained_tokens"
     assert "masked returned 1 training texts" in finished.failures[0].detail
 
 

@@ -11,6 +11,7 @@ import pytest
 from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.records import GroupDropped, RolloutGroup
+from pipelinerl.records.drops import DropReason
 from tests.actor_stage import ATTEMPTS, Stage, declared, finished, missed_probe, rollout, sampled_by, servers_of
 from tests.says import says
 
@@ -142,7 +143,7 @@ def test_attempt_of_a_group_that_is_being_completed_is_refused_and_repeated_too(
     def lose_one(start: StartGroup) -> GroupFinished | None:
         if len(start.attempts) < ATTEMPTS:
             return None
-        failure = Failure(attempt=1, reason="timeout", detail="late")
+        failure = Failure(attempt=1, reason=DropReason.TIMEOUT, detail="late")
         done = rollout(0, 1, servers={"s": 0})
         return GroupFinished(task_id=start.task_id, rollouts=(done,), failures=(failure,))
 

@@ -101,6 +101,13 @@ def test_screen_shows_roles_versions_queues_and_hangs(run_folder: Path) -> None:
         assert line in text, text
 
 
+def test_screen_has_the_table_of_drops(run_folder: Path) -> None:
+    (run_folder / "metrics").mkdir()
+    (run_folder / "metrics" / "preprocessor.jsonl").write_text('{"dropped/lag": 7}\n', encoding="utf-8")
+    (row,) = [line.split() for line in command.screen(run_folder) if line.startswith("lag ")]
+    assert row[:2] == ["lag", "7"]
+
+
 def test_screen_shows_control_characters_of_a_domain_as_pictures(run_folder: Path) -> None:
     (run_folder / "status").mkdir()
     write_status(run_folder / "status" / "actor_0.json", record("actor_0", fields={"evaluating": "\x1b[2J\rdata"}))

@@ -12,6 +12,7 @@ from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import DataOrder
+from pipelinerl.records.drops import DropReason
 
 
 def sample(
@@ -25,7 +26,7 @@ def sample(
         reward=1.0,
         oldest_version=oldest,
         newest_version=oldest if newest is None else newest,
-        drop_reason=reason,
+        drop_reason=DropReason.of(reason or ""),
         size=size,
     )
 
@@ -84,7 +85,7 @@ def test_cutter_lag_counts_the_oldest_token_of_a_rollout_across_versions():
 
 
 def test_cutter_version_that_does_not_exist_yet_is_invalid():
-    assert BatchCutter(step=4, batch_size=10, max_lag_steps=None).offer(sample(0, oldest=5)) == "invalid"
+    assert BatchCutter(step=4, batch_size=10, max_lag_steps=None).offer(sample(0, oldest=5)) == "future_version"
 
 
 def test_cutter_reason_of_the_group_wins():

@@ -16,7 +16,7 @@ from pipelinerl.errors import DomainError, RecordError
 from pipelinerl.llm import Prompt
 from pipelinerl.preprocess import reference
 from pipelinerl.preprocess.reference import ReferenceScorer, as_hinted
-from pipelinerl.preprocess.samples import INVALID, Shaping, prepare_group
+from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import Rollout, TrainingSequence
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeLLM, byte_tokenizer
@@ -121,7 +121,7 @@ async def test_scores_are_the_models_own_of_prompt_hint_and_answer(monkeypatch: 
     finally:
         scorer.close()
 
-    assert without.drop_reason == INVALID
+    assert without.drop_reason == "no_hint"
 
     def of_answers(messages: list[dict], answers: tuple[str, ...]) -> np.ndarray:
         ids = rendered(messages, ask=False)

@@ -15,6 +15,7 @@ from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import DataOrder
+from pipelinerl.records.drops import DropReason
 
 STEPS = 12
 MAX_EVENTS = 60_000
@@ -73,7 +74,7 @@ class World:
         if self.rng.random() < self.failures:
             replica.failed += self.attempts
             return
-        reason = "zero_advantage" if self.rng.random() < self.filtered else None
+        reason = DropReason.ZERO_ADVANTAGE if self.rng.random() < self.filtered else None
         offset = len(replica.topic) // self.attempts
         sizes = [self.rng.randint(1, self.most_texts) for _ in range(self.attempts)]
         replica.units += sum(sizes)

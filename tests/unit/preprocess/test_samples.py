@@ -26,6 +26,7 @@ from pipelinerl.preprocess.samples import (
     refused_group,
 )
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.drops import DropReason
 
 SHAPING = Shaping(seq_length=20)
 
@@ -138,8 +139,8 @@ def test_prepare_group_reward_beyond_float32_is_refused_with_identity():
 def test_refused_group_every_member_is_invalid():
     samples = refused_group(4, group((float("nan"), (sequence(),)), (0.0, ())))
     assert [(s.sample_id, s.source, s.drop_reason) for s in samples] == [
-        ("0-3/0", (4, 0), "invalid"),
-        ("0-3/1", (4, 1), "invalid"),
+        ("0-3/0", (4, 0), "malformed"),
+        ("0-3/1", (4, 1), "malformed"),
     ]
 
 
@@ -228,7 +229,7 @@ def test_group_that_scoring_makes_smaller_is_counted_again_also_after_a_restart_
     """The teacher refuses the second of three. The run goes on at the third: its first is trained already."""
     samples = prepare_group(0, group(grown(10), grown(4), grown(6)), SHAPING)
     scored: Future[list[Sample]] = Future()
-    scored.set_result([samples[0], replace(samples[1], drop_reason="invalid"), samples[2]])
+    scored.set_result([samples[0], replace(samples[1], drop_reason=DropReason.NOT_SCORED), samples[2]])
     intake: Any = Intake.__new__(Intake)
     intake._ctx = SimpleNamespace(stop=threading.Event())
     intake._groups = SimpleNamespace(source=(0, 2))
@@ -238,7 +239,7 @@ def test_group_that_scoring_makes_smaller_is_counted_again_also_after_a_restart_
     assert (left.source, left.group_size, left.group_tokens) == ((0, 2), 2, 16)
 
 
-@pytest.mark.parametrize(("logprob", "reason"), [(-1e15, None), (-1.1e15, "invalid"), (-3e38, "invalid")])
+@pytest.mark.parametrize(("logprob", "reason"), [(-1e15, None), (-1.1e15, "not_scored"), (-3e38, "not_scored")])
 def test_score_beyond_the_bound_is_refused_as_nan_is(logprob, reason):
     (sample,) = prepare_group(0, group(grown(2)), SHAPING)
     found = _with_scores(sample, [{"ref_logprobs": np.array([-1.0, logprob], np.float32)}], REFERENCE)
