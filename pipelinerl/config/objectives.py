@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipelinerl.errors import ConfigError
 
@@ -22,8 +23,6 @@ class BuiltInLoss:
 
     function: str
     """Dotted name."""
-    keys: tuple[str, ...]
-    """Keys of `finetune.rl` that it takes: its keyword-only parameters."""
     proximal: Literal["never", "optional", "always"]
     """Whether it clips a ratio to a proximal policy (`finetune.rl.proximal_every`)."""
     bounds: tuple[str, str]
@@ -33,19 +32,17 @@ class BuiltInLoss:
     with a proximal policy a truncation of π_prox/μ."""
 
 
-_CLIP = ("epsilon_low", "epsilon_high", "dual_clip")
 _CLIP_BOUNDS = ("1 + epsilon_high", "dual_clip")
 POLICY_LOSSES: Mapping[str, BuiltInLoss] = {
     "reinforce": BuiltInLoss(
         "pipelinerl.finetune.rl.losses.reinforce",
-        ("ratio_clamp",),
         "never",
         ("ratio_clamp", "ratio_clamp"),
         reads_weight=True,
     ),
-    "ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", _CLIP, "optional", _CLIP_BOUNDS),
-    "gspo": BuiltInLoss("pipelinerl.finetune.rl.losses.gspo", _CLIP, "optional", _CLIP_BOUNDS),
-    "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", _CLIP, "always", _CLIP_BOUNDS),
+    "ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", "optional", _CLIP_BOUNDS),
+    "gspo": BuiltInLoss("pipelinerl.finetune.rl.losses.gspo", "optional", _CLIP_BOUNDS),
+    "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", "always", _CLIP_BOUNDS),
 }
 CORRECTIONS = ("token_tis", "sequence_tis", "token_mis", "sequence_mis", "veto")
 """Keys of `finetune.rl` that correct a ratio. Null = off."""
@@ -65,31 +62,108 @@ TOKEN_ARGUMENTS = ("ref_logprobs", "teacher_logprobs", "entropy", "values", "seg
 """Names of a policy loss's parameters that are figures of the trained tokens. Only those that it names are computed."""
 
 
-@cache
-def token_arguments(policy_loss: str) -> frozenset[str]:
-    """The ``TOKEN_ARGUMENTS`` that a loss of the user's names. Its source is parsed, since running it imports torch.
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """Names of the arguments that a loss or an advantage gets from the run."""
 
-    Empty for a built-in loss, and where no `def` of that name is found: the trial before the start says why.
+    figures: frozenset[str] = frozenset()
+    """``TOKEN_ARGUMENTS`` that a loss names."""
+    required: tuple[str, ...] = ()
+    """The other keyword-only parameters without a default, which the configuration gives."""
+    optional: tuple[str, ...] = ()
+    """Those with a default."""
+    no_def_in: Path | None = None
+    """The module of a loss in which its `def` was looked for and not found."""
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What the configuration gives."""
+        return (*self.required, *self.optional)
+
+
+@cache
+def loss_signature(policy_loss: str) -> Signature:
+    """The arguments of a loss, by its registered or dotted name.
+
+    Its source is parsed, since the launcher may not run it: that would import torch. `from m import f` and `g = f` are
+    followed. Empty where no module is found: the trial before the start says why.
     """
-    parts = policy_loss.split(".")
-    if policy_loss in POLICY_LOSSES or len(parts) < 2:
-        return frozenset()
-    module, name = ".".join(parts[:-1]), parts[-1]
+    dotted = POLICY_LOSSES[policy_loss].function if policy_loss in POLICY_LOSSES else policy_loss
+    module, rest = _find_module(dotted)
+    if module is None:
+        return Signature()
+    found = _find_def(module, rest, seen=set())
+    if found is None:
+        return Signature(no_def_in=module.path)
+    named = {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
+    defaults = dict(zip((a.arg for a in found.args.kwonlyargs), found.args.kw_defaults, strict=True))
+    given = [name for name in defaults if name not in TOKEN_ARGUMENTS]
+    return Signature(
+        figures=frozenset(named.intersection(TOKEN_ARGUMENTS)),
+        required=tuple(name for name in given if defaults[name] is None),
+        optional=tuple(name for name in given if defaults[name] is not None),
+    )
+
+
+class _Module(NamedTuple):
+    """A module in source form that was found but not imported."""
+
+    name: str
+    path: Path
+
+
+def _find_module(dotted: str) -> tuple[_Module | None, str]:
+    """The module of a dotted name, and the rest of the name. No package's `__init__` runs, as `find_spec` would do."""
+    parts = dotted.split(".")
     try:
-        spec = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(parts[0]) if parts[0] else None
     except (ImportError, ValueError):
-        return frozenset()
+        return None, dotted
+    used = 1
+    while spec is not None and spec.submodule_search_locations is not None and used < len(parts):
+        inner = PathFinder.find_spec(".".join(parts[: used + 1]), list(spec.submodule_search_locations))
+        if inner is None:
+            break
+        spec, used = inner, used + 1
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return frozenset()
-    defined = [
-        node
-        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    found = {
-        argument.arg for node in defined if node.name == name for argument in [*node.args.args, *node.args.kwonlyargs]
-    }
-    return frozenset(found.intersection(TOKEN_ARGUMENTS))
+        return None, dotted
+    return _Module(spec.name, Path(spec.origin)), ".".join(parts[used:])
+
+
+def _find_def(module: _Module, name: str, seen: set[tuple[str, str]]) -> ast.FunctionDef | None:
+    """The `def` to which a name leads at the top level of a module. ``seen`` ends circles of names."""
+    if (module.name, name) in seen:
+        return None
+    seen.add((module.name, name))
+    for node in reversed(ast.parse(module.path.read_text(encoding="utf-8")).body):  # the last binding counts
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return _find_def(module, node.value.id, seen) if isinstance(node.value, ast.Name) else None
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    inner, rest = _find_module(f"{_imported_from(module, node)}.{alias.name}")
+                    return None if inner is None else _find_def(inner, rest, seen)
+    return None
+
+
+def _imported_from(module: _Module, node: ast.ImportFrom) -> str:
+    """The absolute name of the module in `from … import …`."""
+    if not node.level:
+        return node.module or ""
+    package = module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]
+    return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+
+
+def function_signature(function: Callable[..., Any]) -> Signature:
+    """The arguments of an advantage, which gets no figures."""
+    parameters = inspect.signature(function).parameters.values()
+    given = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    return Signature(
+        required=tuple(p.name for p in given if p.default is inspect.Parameter.empty),
+        optional=tuple(p.name for p in given if p.default is not inspect.Parameter.empty),
+    )
 
 
 def names(registry: Mapping[str, Any]) -> str:
@@ -97,31 +171,26 @@ def names(registry: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}`" for name in registry) + ", or the dotted name of a function of yours"
 
 
-def keyword_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those that the configuration gives."""
-    parameters = inspect.signature(function).parameters.values()
-    keywords = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    return [parameter for parameter in keywords if parameter.name not in TOKEN_ARGUMENTS]
-
-
 def keyword_arguments(
-    key: str, function: Callable[..., Any], settings: Mapping[str, Any], own: Mapping[str, Any]
+    key: str, name: str, signature: Signature, settings: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments of a loss or an advantage: ``own`` from the YAML first, then keys of `finetune.rl` of the same name.
 
+    Args:
+        key: `policy_loss` or `advantage`.
+        name: of the function, for messages.
     Raises:
         ConfigError: ``own`` has what the function does not take, or a parameter without default has no value.
     """
-    parameters = {parameter.name: parameter for parameter in keyword_parameters(function)}
-    name = getattr(function, "__qualname__", type(function).__name__)
-    unknown = sorted(own.keys() - parameters.keys())
+    parameters = signature.given
+    unknown = sorted(own.keys() - set(parameters))
     if unknown:
         raise ConfigError(
             f"`finetune.rl.{key}_kwargs.{unknown[0]}` is no keyword-only parameter of {name}, which takes "
             f"{', '.join(parameters) or 'none'}"
         )
     given = {n: own[n] if n in own else settings[n] for n in parameters if n in own or n in settings}
-    missing = [n for n, p in parameters.items() if n not in given and p.default is inspect.Parameter.empty]
+    missing = [n for n in signature.required if n not in given]
     if missing:
         raise ConfigError(f"`finetune.rl.{key}_kwargs.{missing[0]}` is missing: {name} needs it")
     return given

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipelinerl.config.objectives import token_arguments
+from pipelinerl.config.objectives import loss_signature
 from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.errors import ConfigError
 
@@ -40,7 +40,7 @@ class ScoringModel:
 def needs_reference(config: Config) -> bool:
     """Whether the loss reads the reference's log-probs at any step."""
     rl = config.finetune.rl
-    return rl.kl_coef > 0 or rl.final_kl_coef > 0 or "ref_logprobs" in token_arguments(rl.policy_loss)
+    return rl.kl_coef > 0 or rl.final_kl_coef > 0 or "ref_logprobs" in loss_signature(rl.policy_loss).figures
 
 
 def scoring_models(config: Config) -> tuple[ScoringModel, ...]:

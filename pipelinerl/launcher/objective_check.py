@@ -5,17 +5,16 @@ will. Prints one JSON object {"refusal": text or null} as its last line. It is a
 user's code and loads torch.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pipelinerl.config.load import parse_container
-from pipelinerl.config.objectives import ADVANTAGES, TOKEN_ARGUMENTS, token_arguments
+from pipelinerl.config.objectives import ADVANTAGES
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.rl.objective import find_loss, settings_at
+from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.launcher.trial import answer
 from pipelinerl.preprocess.advantages import group_advantages
 from pipelinerl.testing.losses import try_loss
@@ -24,24 +23,9 @@ from pipelinerl.testing.losses import try_loss
 def check_objective(cfg: Config) -> None:
     """Try the functions. Raises ``ConfigError`` that names the key and the function's mistake."""
     rl = cfg.finetune.rl
-    _tried("policy_loss", rl.policy_loss, lambda: _try_policy_loss(cfg))
+    _tried("policy_loss", rl.policy_loss, lambda: try_loss(settings_at(cfg, 0), has_gaps=cfg.sft.per_step > 0))
     if rl.advantage not in ADVANTAGES:
         _tried("advantage", rl.advantage, lambda: try_advantage(cfg))
-
-
-def _try_policy_loss(cfg: Config) -> None:
-    _refuse_hidden_figures(cfg.finetune.rl.policy_loss)
-    try_loss(settings_at(cfg, 0), has_gaps=cfg.sft.per_step > 0)
-
-
-def _refuse_hidden_figures(policy_loss: str) -> None:
-    """Refuse a loss whose signature has figures that its source does not show where the key says."""
-    hidden = set(inspect.signature(find_loss(policy_loss)).parameters) & set(TOKEN_ARGUMENTS)
-    if hidden := hidden - token_arguments(policy_loss):
-        raise ConfigError(
-            f"it takes {', '.join(sorted(hidden))}, but its module has no `def` of this name with them: define the "
-            "function, with these parameters, at the top level of the module that the key names"
-        )
 
 
 def try_advantage(cfg: Config) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.config.objectives import ADVANTAGES, keyword_arguments
+from pipelinerl.config.objectives import ADVANTAGES, function_signature, keyword_arguments
 from pipelinerl.errors import ConfigError
 
 STD_EPSILON = 1e-4
@@ -75,7 +75,8 @@ def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any
         ConfigError: the function does not accept ``kwargs``, or returned another shape.
     """
     function = find_advantage(kind)
-    found = function(returns_nK, **keyword_arguments("advantage", function, {}, kwargs or {}))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    found = function(returns_nK, **keyword_arguments("advantage", name, function_signature(function), {}, kwargs or {}))
     found_nK = np.asarray(found, dtype=np.float64)
     if found_nK.shape != returns_nK.shape:
         raise ConfigError(

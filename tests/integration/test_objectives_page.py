@@ -1,6 +1,7 @@
 """docs/objectives.md as it is written: its loss and its advantage run, and what is wrong with one is said."""
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse, to_container
-from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, BuiltInLoss, keyword_parameters
+from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, BuiltInLoss, loss_signature
 from pipelinerl.config.rules.objective import objective_is_default, ratio_is_counted_once
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -310,9 +311,10 @@ def test_builtin_losses_keep_their_mark(loss: str) -> None:
 def test_every_builtin_loss_declares_the_keys_that_it_takes() -> None:
     fields = {field.name for field in dataclasses.fields(LossSettings)}
     assert set(CORRECTIONS) == set(Corrections.__dataclass_fields__)
-    for name, entry in POLICY_LOSSES.items():
-        assert tuple(parameter.name for parameter in keyword_parameters(find_loss(name))) == entry.keys
-        assert set(entry.keys) <= fields
+    for name in POLICY_LOSSES:
+        parameters = inspect.signature(find_loss(name)).parameters.values()
+        assert loss_signature(name).given == tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        assert set(loss_signature(name).given) <= fields
     assert all(callable(find_advantage(name)) for name in ADVANTAGES)
 
 
@@ -321,7 +323,7 @@ def planted_loss(monkeypatch: pytest.MonkeyPatch, folder: Path, **traits: bool) 
     code = "def sign_pg(logprobs_K, tokens):\n    return -tokens.mask_K * tokens.advantages_K.sign() * logprobs_K\n"
     (folder / "sign_pg.py").write_text(code)
     monkeypatch.syspath_prepend(str(folder))
-    entry = BuiltInLoss("sign_pg.sign_pg", (), "never", ("1", "1"), **traits)
+    entry = BuiltInLoss("sign_pg.sign_pg", "never", ("1", "1"), **traits)
     monkeypatch.setitem(POLICY_LOSSES, "sign_pg", entry)  # type: ignore[misc]
 
 

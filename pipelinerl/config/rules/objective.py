@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from pipelinerl.config.keys import declared
-from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, token_arguments
+from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, loss_signature
 from pipelinerl.config.sections import Config, RLSection
 from pipelinerl.config.servers import needs_reference, sends_adapter
 
@@ -42,13 +42,14 @@ def loss_keys_are_used(config: Config) -> str | None:
     loss = config.finetune.rl.policy_loss
     if loss not in POLICY_LOSSES:
         return None
-    every = {key for entry in POLICY_LOSSES.values() for key in entry.keys}
-    changed = _changed(config, *sorted(every - set(POLICY_LOSSES[loss].keys)))
+    every = {key for known in POLICY_LOSSES for key in loss_signature(known).given}
+    taken = loss_signature(loss).given
+    changed = _changed(config, *sorted(every - set(taken)))
     if not changed:
         return None
     return (
         f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}, which takes "
-        f"{' and '.join(POLICY_LOSSES[loss].keys) or 'none of these keys'}; remove it"
+        f"{' and '.join(taken) or 'none of these keys'}; remove it"
     )
 
 
@@ -113,10 +114,22 @@ def kl_clamp_is_used(config: Config) -> str | None:
     return None
 
 
+def loss_is_a_def(config: Config) -> str | None:
+    """Refuses a loss whose arguments no source shows, such as a `functools.partial`."""
+    loss = config.finetune.rl.policy_loss
+    path = loss_signature(loss).no_def_in
+    if path is None:
+        return None
+    return (
+        f"`finetune.rl.policy_loss` is {loss}, but {path} has neither a `def` of this name nor an import or another "
+        "name of one: write a `def` there that calls what you mean, with the parameters that it needs"
+    )
+
+
 def loss_has_its_figures(config: Config) -> str | None:
     """Refuses a loss that names figures of tokens which nothing in the run computes."""
     rl = config.finetune.rl
-    named = token_arguments(rl.policy_loss)
+    named = loss_signature(rl.policy_loss).figures
     loss = f"`finetune.rl.policy_loss` {rl.policy_loss}"
     if "values" in named and rl.advantage != "value":
         return f"{loss} names `values`, but `finetune.rl.advantage` is {rl.advantage}: only `value` has a value head"
@@ -133,7 +146,7 @@ def teachers_teach(config: Config) -> str | None:
     if not teachers:
         changed = _changed(config, "teacher_coef", "teacher_top_k", "reward_coef")
         return f"{changed} has no effect: `teachers` is empty; name a model there" if changed else None
-    if rl.teacher_coef == 0 and "teacher_logprobs" not in token_arguments(rl.policy_loss):
+    if rl.teacher_coef == 0 and "teacher_logprobs" not in loss_signature(rl.policy_loss).figures:
         return (
             "`teachers` has no effect: `finetune.rl.teacher_coef` is 0 and the loss does not name `teacher_logprobs`; "
             "raise the first, or remove the teachers"
@@ -203,7 +216,7 @@ def kl_has_reference(config: Config) -> str | None:
 
 def value_advantage_has_value_loss(config: Config) -> str | None:
     rl = config.finetune.rl
-    if rl.advantage == "value" and rl.value_loss_coef == 0 and "values" not in token_arguments(rl.policy_loss):
+    if rl.advantage == "value" and rl.value_loss_coef == 0 and "values" not in loss_signature(rl.policy_loss).figures:
         return (
             "`finetune.rl.advantage` is value but `finetune.rl.value_loss_coef` is 0: the value head would "
             "never learn; set it to 0.5"
@@ -277,6 +290,7 @@ RULES = (
     block_of_steps_can_be_there,
     kl_clamp_is_used,
     kl_has_reference,
+    loss_is_a_def,
     loss_has_its_figures,
     teachers_teach,
     averages_follow_the_policy,

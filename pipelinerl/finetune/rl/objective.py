@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments, token_arguments
+from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments, loss_signature
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.corrections import Corrections
@@ -56,7 +56,7 @@ class LossSettings:
 
     def names(self, figure: str) -> bool:
         """Whether the loss names this one of ``TOKEN_ARGUMENTS``."""
-        return figure in token_arguments(self.policy_loss)
+        return figure in loss_signature(self.policy_loss).figures
 
     @property
     def corrections(self) -> Corrections:
@@ -92,9 +92,9 @@ def find_loss(name: str) -> PolicyLoss:
 
 def bound_loss(settings: LossSettings) -> Callable[[Tensor, PolicyTokens], TokenLoss | Tensor]:
     """The policy loss with its keyword arguments bound."""
-    function = find_loss(settings.policy_loss)
-    arguments = keyword_arguments("policy_loss", function, vars(settings), settings.policy_loss_kwargs)
-    return partial(function, **arguments)
+    function, signature = find_loss(settings.policy_loss), loss_signature(settings.policy_loss)
+    own = settings.policy_loss_kwargs
+    return partial(function, **keyword_arguments("policy_loss", settings.policy_loss, signature, vars(settings), own))
 
 
 def policy_term(
@@ -109,7 +109,8 @@ def policy_term(
     Raises:
         ConfigError: a configured correction has no effect on this loss, or it names a figure that nobody computes.
     """
-    named = {name: _token_argument(name, inputs, settings, entropy_K) for name in token_arguments(settings.policy_loss)}
+    figures = loss_signature(settings.policy_loss).figures
+    named = {name: _token_argument(name, inputs, settings, entropy_K) for name in figures}
     inputs = _taught(logprobs_K.detach(), inputs, settings)
     tokens = PolicyTokens(logprobs_K, inputs, settings.corrections, settings.has_proximal)
     found = bound_loss(settings)(logprobs_K, tokens, **named)

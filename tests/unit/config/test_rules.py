@@ -64,6 +64,7 @@ REFUSED = {
     "domains_are_told_apart": {"domains": [domain("a/b")]},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
     "wandb_takes_its_names": {"wandb__wandb_project_name": "rl/maths"},
+    "loss_is_a_def": {"finetune__rl__policy_loss": "tests.losses.bound"},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
     "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
     "averages_follow_the_policy": {
