@@ -238,7 +238,7 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
         cached_tokens=rollout.cached_tokens,
         num_unmerged_turns=rollout.num_unmerged_turns,
         num_forks=rollout.num_forks,
-        cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
+        cut=any(sequence.has_cut for sequence in rollout.sequences),
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
     )
 

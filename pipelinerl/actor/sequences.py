@@ -42,6 +42,8 @@ class _Piece:
     """int32 [I, 2]: (start, end exclusive) of the tokens of each image."""
     hinted_prompt: np.ndarray | None = None
     """int32 [H]: with the problem's hint, in the place of the tokens before the first trained one."""
+    earlier_cut: bool = False
+    """As in `TrainingSequence`."""
 
 
 def to_rollout(
@@ -247,12 +249,13 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         positions=np.concatenate((earlier.positions, piece.positions)),
         logprobs=np.concatenate((earlier.logprobs, piece.logprobs)),
         versions=np.concatenate((earlier.versions, piece.versions)),
-        finish_reason="length" if earlier.finish_reason == "length" else piece.finish_reason,
+        finish_reason=piece.finish_reason,
         turn=earlier.turn,
         images=piece.images,
         image_spans=piece.image_spans,
         routed_experts=_joined_routing(earlier.routed_experts, piece.routed_experts),
         hinted_prompt=earlier.hinted_prompt,
+        earlier_cut=earlier.earlier_cut or earlier.finish_reason == "length",
     )
 
 
@@ -275,6 +278,7 @@ def _to_sequence(piece: _Piece, images: tuple[bytes, ...]) -> TrainingSequence:
         routed_experts=piece.routed_experts,
         images=np.column_stack((indices, piece.image_spans)) if piece.images else None,
         hinted_prompt=piece.hinted_prompt,
+        earlier_cut=piece.earlier_cut,
     )
 
 

@@ -103,7 +103,8 @@ class _Segment:
     token_weights: np.ndarray | None = None
 
     @property
-    def is_cut(self) -> bool:
+    def ends_cut(self) -> bool:
+        """The server ended its last completion for its length, so that GAE goes on with the value of its end."""
         return self.sequence.finish_reason == "length"
 
 
@@ -286,7 +287,7 @@ def _micro_batch(
         num_tokens=num_tokens,
         sequence_ids=tuple(segment.sequence_id for segment in segments),
         rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
-        cut=np.array([segment.is_cut for segment in segments]) if collation.advantage == "value" else None,
+        cut=np.array([segment.ends_cut for segment in segments]) if collation.advantage == "value" else None,
         next_source=batch.next_source,
         routed_experts=_routed_experts([segment.sequence for segment in segments], starts_S, total),
         images=images,

@@ -49,7 +49,7 @@ def cut_texts(rollout: Rollout) -> frozenset[int]:
 
     Texts with rewards of their own count for themselves. Else one such completion takes out the whole rollout.
     """
-    cut = [index for index, sequence in enumerate(rollout.sequences) if sequence.finish_reason == "length"]
+    cut = [index for index, sequence in enumerate(rollout.sequences) if sequence.has_cut]
     return frozenset(cut if rollout.rewards == "texts" or not cut else range(len(rollout.sequences)))
 
 

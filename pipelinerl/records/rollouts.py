@@ -45,6 +45,13 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     hinted_prompt: np.ndarray | None = None
     """int32 [H]: what a teacher that sees the problem's hint reads in the place of all tokens before the first trained
     one. None: no teacher does."""
+    earlier_cut: bool = False
+    """Whether the server ended a completion before the last one for its length."""
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether the server ended any of its completions for its length."""
+        return self.earlier_cut or self.finish_reason == "length"
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

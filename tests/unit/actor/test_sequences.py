@@ -102,7 +102,15 @@ def test_texts_with_rewards_of_their_own_stay_apart_and_keep_them() -> None:
 
 def test_turn_that_the_server_cut_marks_the_sequence_that_it_was_merged_into() -> None:
     (sequence,) = rollout(text([1], [2], finish_reason="length"), text([1, 2, 3], [4])).sequences
-    assert sequence.finish_reason == "length"
+    assert (sequence.finish_reason, sequence.has_cut) == ("stop", True)
+
+
+def test_cut_in_the_first_of_three_turns_is_remembered() -> None:
+    texts = (text([1], [2], finish_reason="length"), text([1, 2, 3], [4]), text([1, 2, 3, 4, 5], [6]))
+    (sequence,) = rollout(*texts).sequences
+    assert (sequence.finish_reason, sequence.has_cut) == ("stop", True)
+    (whole,) = rollout(text([1], [2]), text([1, 2, 3], [4])).sequences
+    assert not whole.has_cut
 
 
 def test_text_that_the_domain_calls_unfinished_counts_as_cut() -> None:

@@ -66,6 +66,21 @@ def test_collate_sample_that_the_reference_never_scored_is_not_given_zeros():
         collate(unscored, Collation(data_parallel_size=1, seq_length=10, with_reference=True))
 
 
+def test_collate_segment_is_cut_only_where_its_last_answer_was():
+    """An answer after one that was cut may end by itself: then no value stands for what would have come."""
+    earlier, last = ({"earlier_cut": True}, {"finish_reason": "length"})
+    (_, plain), (_, cut) = A.sequences
+    sequences = ((0, msgspec.structs.replace(plain, **earlier)), (1, msgspec.structs.replace(cut, **last)))
+    batch = replace(BATCH, samples=(replace(A, sequences=sequences), B))
+    ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=10, advantage="value"))
+    assert mb.cut is not None
+    assert dict(zip(mb.sequence_ids, mb.cut.tolist(), strict=True)) == {
+        "0-0/0/0": False,
+        "0-0/0/1": True,
+        "0-0/1/0": False,
+    }
+
+
 def test_collate_one_micro_batch_by_hand():
     ((mb,),) = collate(
         BATCH, Collation(data_parallel_size=1, seq_length=10, with_reference=True, aggregation="sample_mean")

@@ -113,6 +113,13 @@ def test_prepare_group_overlong_filter_goes_by_the_servers_finish_reason():
     assert [(s.num_counted, s.drop_reason) for s in samples] == [(0, None), (19, None)]
 
 
+def test_prepare_group_overlong_filter_takes_out_a_rollout_with_an_earlier_cut_turn():
+    shaping = Shaping(seq_length=20, overlong_filtering=True)
+    cut = msgspec.structs.replace(sequence(), earlier_cut=True)
+    samples = prepare_group(0, group((1.0, (cut,)), (0.0, (sequence(),))), shaping)
+    assert [s.num_counted for s in samples] == [0, 4]
+
+
 def test_prepare_group_overlong_filter_takes_out_the_cut_text_by_its_index_among_all_texts():
     """The first text trains nothing, so that the cut one, index 1 of the rollout, is the first that is trained."""
     texts = (sequence(spans=()), sequence(tokens=9, spans=((2, 9, 0),), finish_reason="length", turn=1))
