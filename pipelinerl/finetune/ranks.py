@@ -33,8 +33,12 @@ def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, s
 
 
 def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs ``argv`` once with each of ``environments``. Returns 0, or the exit code of the rank that failed first."""
+    """Runs ``argv`` once with each of ``environments``. Returns 0, or the exit code of the rank that failed first.
+
+    Of a rank that a signal killed it is 128 plus the signal's number, and the last line of the log names the rank.
+    """
     ranks: dict[int, subprocess.Popen[bytes]] = {}
+    names: dict[int, str] = {}
 
     def pass_on(number: int, _: object) -> None:
         for process in ranks.values():
@@ -44,7 +48,7 @@ def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]
         signal.signal(number, pass_on)
     for environment in environments:
         process = subprocess.Popen(killed_with_parent(argv), env=os.environ | environment)
-        ranks[process.pid] = process
+        ranks[process.pid], names[process.pid] = process, environment["RANK"]
     while ranks:
         pid, status = os.wait()
         ended = ranks.pop(pid)
@@ -53,7 +57,11 @@ def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]
             for other in ranks.values():
                 other.kill()
                 other.wait()
-            return code if code > 0 else 128 - code
+            if code > 0:  # its own last error is in the log
+                return code
+            said = f"error: rank {names[pid]} was killed by signal {-code} ({signal.strsignal(-code)})"
+            print(said, file=sys.stderr, flush=True)
+            return 128 - code
     return 0
 
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from pipelinerl.finetune.ranks import rank_environments
+from pipelinerl.launcher.run_dir import last_error_line
 
 START = [sys.executable, "-m", "pipelinerl.finetune.ranks", "--first-rank=0", "--master-addr=a", "--master-port=1"]
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,10 +42,10 @@ def test_rank_environments_of_several_nodes_meet_at_the_first():
     }
 
 
-def start(folder: Path, code: str, ranks: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, code: str, ranks: int, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     head = f"import os, signal, sys, time\nrank, folder = os.environ['RANK'], {str(folder)!r}\n"
     command = [*START, f"--ranks={ranks}", f"--world-size={ranks}", "--", "-c", head + code]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=log)
 
 
 @pytest.mark.parametrize(("code", "expected"), [("", 0), ("sys.exit(3 * (rank == '1'))", 3)])
@@ -51,9 +53,11 @@ def test_ranks_end_with_zero_or_with_the_code_that_failed(tmp_path: Path, code: 
     assert start(tmp_path, code, 3).wait(DEADLINE_S) == expected
 
 
-def test_a_failing_rank_ends_the_others_at_once(tmp_path: Path):
+def test_killed_rank_ends_the_others_at_once_and_is_named_in_the_log(tmp_path: Path):
     code = "os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(3600)"
-    assert start(tmp_path, code, 3).wait(DEADLINE_S) == 128 + signal.SIGKILL
+    with open(tmp_path / "log.txt", "wb") as log:
+        assert start(tmp_path, code, 3, log).wait(DEADLINE_S) == 128 + signal.SIGKILL
+    assert last_error_line(tmp_path / "log.txt") == "error: rank 1 was killed by signal 9 (Killed)"
 
 
 def test_sigterm_reaches_every_rank_and_waits_for_what_they_save(tmp_path: Path):
