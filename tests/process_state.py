@@ -129,8 +129,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _may_appear(group: str, name: Any, new: dict[Any, Any]) -> bool:
     if group == "module":  # another test may write a module of this name
-        path = getattr(new[name], "__file__", None) or ""
-        return path.startswith(str(ROOT)) or not path.startswith(tempfile.gettempdir())
+        path = Path(getattr(new[name], "__file__", None) or "/")
+        is_installed = any(path.is_relative_to(folder) for folder in (ROOT, sys.prefix, sys.base_prefix))
+        return is_installed or not path.is_relative_to(tempfile.gettempdir())
     return group.startswith(("logger", "variable of", "size of"))
 
 

@@ -15,6 +15,12 @@ def test_listed_modules_and_their_tests_exist() -> None:
         assert [path for path in (module.path, *module.tests) if not (ROOT / path).is_file()] == [], module.name
 
 
+def test_explained_mutants_are_of_lines_that_their_module_has() -> None:
+    for module in read_modules():
+        lines = {line.strip() for line in (ROOT / module.path).read_text(encoding="utf-8").splitlines()}
+        assert [name for name in module.explained if name.partition(" → ")[0] not in lines] == [], module.name
+
+
 def test_recorded_results_are_of_listed_modules_and_good_enough() -> None:
     """A module that was listed and not yet run has no result: `make test-mutation` complains, this test does not."""
     results, modules = json.loads(RESULTS.read_text()), read_modules()

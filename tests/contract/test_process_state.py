@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from collections import deque
 from collections.abc import Callable
@@ -95,6 +96,26 @@ def test_module_that_a_test_wrote_is_seen_and_a_library_is_not(tmp_path: Path) -
     [found] = process_state.differences(before, process_state.process_state())
     del sys.modules["prl_library"], sys.modules["prl_written_by_a_test"]
     assert found.startswith("module prl_written_by_a_test: 'nothing'")
+
+
+@pytest.mark.parametrize(
+    ("temporary", "place", "is_change"),
+    [
+        ("work/tmp", "work/tmp/written", True),
+        ("work/tmp", "work/tmp-env/site-packages", False),
+        ("work", "work/env/site-packages", False),
+    ],
+)
+def test_import_from_an_environment_beside_or_in_the_temporary_folder_is_no_change(
+    monkeypatch: pytest.MonkeyPatch, temporary: str, place: str, is_change: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", f"/nowhere/{temporary}")
+    monkeypatch.setattr(sys, "prefix", "/nowhere/work/env")
+    before = process_state.process_state()
+    import_from(Path("/nowhere") / place)
+    found = process_state.differences(before, process_state.process_state())
+    del sys.modules["prl_written_by_a_test"]
+    assert bool(found) is is_change
 
 
 def test_choices_of_product_code_are_put_back() -> None:

@@ -1,4 +1,4 @@
-"""Mathematical problems with a reference answer, judged by math-verify in the verifier service."""
+"""Mathematical problems with a reference answer, judged in the verifier service (`judge`)."""
 
 from pipelinerl.domains.math.dataset import load_problems
 from pipelinerl.domains.math.environment import MathEnvironment
