@@ -88,12 +88,12 @@ def ended_group(
 
 
 def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "transport") -> GroupFinished:
+    known = DropReason.of(reason)
+    assert known is not None
     return GroupFinished(
         task_id=start.task_id,
         rollouts=tuple(rollout(i, start.version) for i in start.attempts if i not in failed),
-        failures=tuple(
-            Failure(attempt=i, reason=DropReason(reason), detail="d") for i in start.attempts if i in failed
-        ),
+        failures=tuple(Failure(attempt=i, reason=known, detail="d") for i in start.attempts if i in failed),
     )
 
 

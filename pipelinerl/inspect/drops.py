@@ -30,7 +30,7 @@ def drops_table(run_dir: Path, replicas: int = 1) -> list[tuple[str, ...]]:
         rollouts.update({reason: int(n) for reason, n in found.items()})
     columns = (*counts.values(), rollouts)
     occurred = {word for column in columns for word, count in column.items() if count}
-    words = [reason for reason in DropReason if reason in occurred]
+    words: list[str] = [reason for reason in DropReason if reason in occurred]
     words += sorted(occurred.difference(DropReason))  # of an older version
     return [(str(word), *(str(column[word] or "") for column in columns), *_advice(word)) for word in words]
 

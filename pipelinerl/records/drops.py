@@ -7,7 +7,7 @@ an older version may hold a word that is not here.
 from enum import Flag, StrEnum, auto
 
 
-class Stage(Flag):
+class DropStage(Flag):
     """What is dropped."""
 
     ATTEMPT = auto()
@@ -28,7 +28,7 @@ class DropReason(StrEnum):
     'a token is older than `max_lag_steps`'
     """
 
-    stage: Stage
+    stage: DropStage
     text: str
     """What happened."""
     fix: str
@@ -40,7 +40,7 @@ class DropReason(StrEnum):
     Later they are sampled anew, since they may be a faulty server's, or the very reason of the failure."""
 
     def __new__(
-        cls, word: str, stage: Stage, text: str, fix: str, repeats: bool = False, keeps_answers: bool = False
+        cls, word: str, stage: DropStage, text: str, fix: str, repeats: bool = False, keeps_answers: bool = False
     ) -> "DropReason":
         member = str.__new__(cls, word)
         member._value_ = word
@@ -50,7 +50,7 @@ class DropReason(StrEnum):
 
     TRANSPORT = (
         "transport",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "a server or service gave no answer, or an error that may pass",
         "read actor_llm_*/log.txt",
         True,
@@ -58,7 +58,7 @@ class DropReason(StrEnum):
     )
     VERIFIER = (
         "verifier",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "the judge gave no verdict",
         "verifier_*/log.txt and actor_*/log.txt name the judge's error",
         True,
@@ -66,88 +66,88 @@ class DropReason(StrEnum):
     )
     TIMEOUT = (
         "timeout",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "no result within `actor.rollout_timeout_s`",
         "raise it, or find what takes so long: answers, tools or the judge",
         True,
     )
     WEIGHTS = (
         "weights",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "a server missed its weight probe",
         "read actor_llm_*/log.txt and finetune_0/log.txt",
         True,
     )
     POISONOUS = (
         "poisonous",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "every worker that played it died",
         "actor_*/log.txt has the exit code: look for crashes of libraries and for memory",
         True,
     )
     DOMAIN_ERROR = (
         "domain_error",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "the domain's code failed",
         "event=rollout_failed in actor_*/log.txt has the exception and its line",
     )
     PROMPT_TOO_LONG = (
         "prompt_too_long",
-        Stage.ATTEMPT,
+        DropStage.ATTEMPT,
         "the server refused a prompt for its length",
         "raise max_model_len, or shorten the prompts",
     )
     TOO_LONG = (
         "too_long",
-        Stage.ATTEMPT | Stage.SAMPLE,
+        DropStage.ATTEMPT | DropStage.SAMPLE,
         "a sequence is longer than `finetune.seq_length`",
         "raise it and max_model_len, or lower llm.parameters.max_tokens or the prompts' length",
     )
     NO_TRAINED_TOKENS = (
         "no_trained_tokens",
-        Stage.ATTEMPT | Stage.SAMPLE,
+        DropStage.ATTEMPT | DropStage.SAMPLE,
         "the domain returned no sampled token to train on",
         "return the texts of its calls, with fewer labels of -100",
     )
     TOO_LARGE = (
         "too_large",
-        Stage.GROUP,
+        DropStage.GROUP,
         "the group is larger than `streams.max_record_mb`",
         "raise it, or return fewer or shorter texts and images",
     )
     ZERO_ADVANTAGE = (
         "zero_advantage",
-        Stage.GROUP,
+        DropStage.GROUP,
         "all rewards of the group are equal, and `preprocess.filter_zero_advantage_groups` is true",
         "nothing, unless most groups are: then choose easier or harder problems",
     )
     MALFORMED = (
         "malformed",
-        Stage.GROUP,
+        DropStage.GROUP,
         "the record breaks a rule: a number is not finite, a named reward is missing, a first token is trained",
         "event=group_refused in preprocessor_*/log.txt names the rule",
     )
     NOT_SCORED = (
         "not_scored",
-        Stage.SAMPLE,
+        DropStage.SAMPLE,
         "the reference model or a teacher refused it, or its log-probability is not finite",
         "event=sample_refused in preprocessor_*/log.txt has the server's words",
     )
     NO_HINT = (
         "no_hint",
-        Stage.SAMPLE,
+        DropStage.SAMPLE,
         "the teacher sees hints, and a text of the rollout has no prompt with one",
         "return the texts of the LLM's calls instead of texts of your own",
     )
     FUTURE_VERSION = (
         "future_version",
-        Stage.SAMPLE,
+        DropStage.SAMPLE,
         "a newer version sampled a token than the trainer has made: it went back to a checkpoint",
         "nothing: such rollouts are few and come after a restart",
     )
     LAG = (
         "lag",
-        Stage.SAMPLE,
+        DropStage.SAMPLE,
         "a token is older than `max_lag_steps`",
         "raise it, start fewer rollouts at once, or set preprocess.lag_drop: token",
     )

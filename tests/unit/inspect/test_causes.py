@@ -9,7 +9,7 @@ from pipelinerl.inspect.finding import Level
 from pipelinerl.inspect.why.attempts import GIVEN_UP, causes
 from pipelinerl.inspect.why.evidence import Attempt, Drift
 from pipelinerl.inspect.why.metrics import failures_pay
-from pipelinerl.records.drops import DropReason, Stage
+from pipelinerl.records.drops import DropReason, DropStage
 from tests.evidence import config, evidence
 from tests.planted_runs import FAULTS, Fault, play
 
@@ -98,7 +98,7 @@ def test_groups_that_are_given_up_accuse_what_most_of_them_failed_for(dropped: d
 
 
 def test_every_reason_of_a_dropped_group_has_a_cause() -> None:
-    by_the_actor = {reason for reason in DropReason if Stage.ATTEMPT in reason.stage} | {DropReason.TOO_LARGE}
+    by_the_actor = {reason for reason in DropReason if DropStage.ATTEMPT in reason.stage} | {DropReason.TOO_LARGE}
     assert set(GIVEN_UP) == by_the_actor
 
 
