@@ -1,12 +1,8 @@
 """Whether generation and training keep up with each other in a run, and the split of devices that balances them.
 
-Two shares of time say it. The trainer waits for data, if generation is the narrow side. `max_lag_steps` keeps rollouts
-from starting, so that slots of the servers stay empty, if training is. If both happen, neither side is short of
-devices: the bound is too tight for such long answers, or what lies between the two is slow. Each share has a standard
-error from the run's own steps, and nothing is said of a share that is not certainly above `TOLERATED`.
-
-Decoding with fewer sequences at once is faster per sequence, so empty slots bound what generation could give from
-above. Everything is pure but `balance_figures` and `read_splits`.
+Two shares of time say it: the trainer waits for data if generation is the narrow side, and `max_lag_steps` keeps slots
+of the servers empty if training is. Nothing is said of a share that is not certainly above `TOLERATED`. Everything is
+pure but `balance_figures` and `read_splits`.
 """
 
 import math
@@ -58,6 +54,7 @@ class Balance:
     @property
     def narrow(self) -> Literal["generation", "training", "between", None]:
         """What limits the run. None: both sides keep up with each other."""
+        # Both: neither side is short of devices. The bound is too tight for such answers, or what lies between is slow.
         generation_is, training_is = self.trainer_waits.least > TOLERATED, self.slots_held.least > TOLERATED
         if generation_is and training_is:
             return "between"
@@ -65,7 +62,10 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """What generation could give over what training could take."""
+        """What generation could give over what training could take.
+
+        An upper bound where slots are empty: decoding with fewer sequences at once is faster per sequence.
+        """
         return (1 - self.trainer_waits.mean) / max(1 - self.slots_held.mean, 1e-3)
 
     @property

@@ -1,8 +1,7 @@
 """Opens a run from outside, while it is alive or after it has ended: for the commands that read one, and for tests.
 
-`look_into` sets this process's streams backend and changes nothing in the run. The password of a live run's redis is in
-no file, so it is read from the environment of the user's own roles. The redis of an ended run is started again on its
-data for the time of the look, on a free loopback port with a new password.
+`look_into` sets this process's streams backend and changes nothing in the run. The redis of an ended run is started
+again on its data for the time of the look, on a free loopback port with a new password.
 """
 
 import argparse
@@ -85,6 +84,7 @@ def look_into(run_dir: Path) -> Iterator[None]:
 
 def environment_of_live_roles(run_dir: Path) -> dict[str, str]:
     """Read the environment of a live role of this user on this node. Empty if there is no such role."""
+    # The password of a live run's redis is in no file.
     for status in read_statuses(run_dir).values():
         environment = process_environment(status.pid)
         if environment.get(ROLE_VARIABLE, "").endswith(f"/{status.job}"):

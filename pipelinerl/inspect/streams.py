@@ -87,10 +87,10 @@ def stats(args: argparse.Namespace) -> None:
 
 def show_damage(args: argparse.Namespace) -> int:
     """Describes damage and whom it matters to, with exit code 1 if there is any."""
-    findings = find_damage(args.run)
-    for line in damage_lines(findings, args.run):
+    damaged = find_damage(args.run)
+    for line in damage_lines(damaged, args.run):
         print(line)
-    return 1 if findings else 0
+    return 1 if damaged else 0
 
 
 def _parser() -> argparse.ArgumentParser:

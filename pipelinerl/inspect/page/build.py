@@ -1,8 +1,7 @@
 """Builds one HTML file from run folders. Data, style and program are inlined, and the page loads no other file.
 
 The data is gzip in base64, which all current browsers can unpack. The page of running runs is served on loopback, and
-the browser asks for new data every few seconds. One request at a time reads the runs, and its data is reused for
-`FRESH_S`, so that several tabs need one reading.
+the browser asks for new data every few seconds.
 """
 
 import base64

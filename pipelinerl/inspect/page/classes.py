@@ -16,15 +16,12 @@ NEVER, SOMETIMES, ALWAYS = "never solved at first", "sometimes", "always solved 
 
 
 def by_difficulty(evaluations: Sequence[EvaluationDone]) -> list[dict[str, Any]]:
-    """Success on test problems, parted by how the first evaluated weights did on each. Empty without two evaluations.
-
-    With one attempt at each problem the classes are those of luck, too: a later evaluation of the same weights would
-    not show 0 and 1 again.
-    """
+    """Success on test problems by how the first evaluated weights did on each. Empty without two evaluations."""
     done = sorted((one for one in evaluations if one.outcomes), key=lambda one: one.version)
     if len(done) < 2:
         return []
     first = _problems(done[0])
+    # With one attempt at each problem the classes are those of luck, too.
     classes = {place: _class_of(*outcome) for place, outcome in first.items() if outcome[0]}
     lines = []
     for label in (NEVER, SOMETIMES, ALWAYS):

@@ -19,7 +19,8 @@ from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.drops import HEADER, drops_table
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
-from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, read_summary, summarise
+from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, number, read_summary, summarise
+from pipelinerl.inspect.status import ago
 from pipelinerl.inspect.why.evidence import RunSource
 from pipelinerl.observability.catalogue import (
     SPREAD,
@@ -143,9 +144,9 @@ def figures(source: RunSource) -> list[tuple[str, str]]:
     rows = [
         *(rollout_figures(seen) if "rollouts" in seen else []),
         *(imitation_figures(imitation) if imitation else []),
-        ("optimizer steps", _number(seen["optimizer_steps"])),
-        ("tokens trained per second", _number(seen["tokens_trained_per_s"])),
-        ("training", _duration(seen["training_s"])),
+        ("optimizer steps", number(seen["optimizer_steps"], 0)),
+        ("tokens trained per second", number(seen["tokens_trained_per_s"], 0)),
+        ("training", "–" if seen["training_s"] is None else ago(seen["training_s"])),
     ]
     if (balance := balance_of(source.series())) is not None:
         rows.append(("the trainer waits for data", f"{balance.trainer_waits.mean:.0%}"))
@@ -157,7 +158,7 @@ def imitation_figures(imitation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("loss in nats per token", _arrow(imitation["loss_first"], imitation["loss_last"])),
         ("held-out loss", _arrow(imitation["held_out_first"], imitation["held_out_last"])),
-        ("rows imitated (left out)", f"{_number(imitation['rows'])} ({_number(imitation['rows_left_out'])})"),
+        ("rows imitated (left out)", f"{number(imitation['rows'], 0)} ({number(imitation['rows_left_out'], 0)})"),
     ]
 
 
@@ -166,30 +167,14 @@ def rollout_figures(seen: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("success on test problems", _arrow(seen["success_before"], seen["success_after"])),
         ("reward on test problems", _arrow(seen["reward_before"], seen["reward_after"])),
-        ("rollouts trained", _number(seen["rollouts_trained"])),
-        ("lag, mean (max)", f"{_number(lag['mean'], 2)} ({_number(lag['max'])})"),
-        ("pause per update, mean (max)", f"{_number(pause['mean'])} ({_number(pause['max'])}) ms"),
+        ("rollouts trained", number(seen["rollouts_trained"], 0)),
+        ("lag, mean (max)", f"{number(lag['mean'], 2)} ({number(lag['max'], 0)})"),
+        ("pause per update, mean (max)", f"{number(pause['mean'], 0)} ({number(pause['max'], 0)}) ms"),
     ]
 
 
 def _arrow(before: float | None, after: float | None) -> str:
     return "–" if before is None or after is None else f"{before:.3f} → {after:.3f}"
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 600
-        else f"{seconds / 60:.0f} min"
-        if seconds < 36_000
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:

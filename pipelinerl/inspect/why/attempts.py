@@ -134,11 +134,9 @@ def is_sudden(before: Sequence[Attempt], after: Sequence[Attempt]) -> bool:
 
 
 def unchanged_servers(run: Evidence) -> Iterable[Finding]:
-    """Servers say the same under versions in which the trainer has gone away from them.
-
-    The weights of two versions are further apart than the trainer and a sampler a few steps behind it. A server that
-    moved much less between them does not use what it was sent.
-    """
+    """Servers say the same under versions in which the trainer has gone away from them."""
+    # The weights of two versions are further apart than the trainer and a sampler a few steps behind it. A server that
+    # moved much less between them does not use what it was sent.
     stale = (
         drift
         for drift in run.drifts
@@ -298,15 +296,12 @@ def paid_by_length(run: Evidence) -> Iterable[Finding]:
 
 
 def wrong_difficulty(run: Evidence) -> Iterable[Finding]:
-    """From the beginning on most groups are solved by all of their attempts, or by none, and rewards say no more.
-
-    Too hard is what the first weights do not solve: later ones may be worse for another reason.
-    """
+    """From the beginning on most groups are solved by all of their attempts, or by none, and rewards say no more."""
     groups = by_group(run.attempts)
     if len(groups) < FEWEST_POINTS or learns(run):
         return
     flat = [group for group in groups if len({a.reward for a in group}) == 1]
-    early = groups[: max(FEWEST_POINTS, len(groups) // 4)]
+    early = groups[: max(FEWEST_POINTS, len(groups) // 4)]  # later weights may be worse for another reason
     low, _ = wilson(len(flat) / len(groups), len(groups))
     wins = statistics.fmean(mean_success(group) for group in early)
     if low < MOST or not sum(group in flat for group in early) / len(early) > MOST:

@@ -202,17 +202,13 @@ def failures_pay(attempts: Sequence[Attempt]) -> bool:
 
 
 def entropy_collapse(run: Evidence) -> Iterable[Finding]:
-    """The policy loses much more entropy than its success explains.
-
-    A policy that knows the answers to some problems, and guesses at the others as it did at first, has lost the entropy
-    of the known ones alone: what it keeps is in proportion to its failures. One that keeps less is sure of wrong
-    answers.
-    """
+    """The policy loses much more entropy than its success explains."""
     steps, values = run.series.of(TrainerMetric.ENTROPY, fewest=FEWEST_POINTS)
     success = success_shift(run)
     if not steps or success is None or success.now >= SOLVED:
         return
     entropy = shift_of(values)
+    # A policy that knows some answers, and guesses at the others as at first, keeps entropy as it keeps failures.
     explained = entropy.before * min(1.0, (1 - success.now) / max(1 - success.before, 1 - SOLVED))
     limit = ENTROPY_LEFT * explained
     if entropy.now < limit and entropy._replace(before=explained).fell:

@@ -1,9 +1,7 @@
 """What the players say: answers that no domain should pay for, and the answers that it should. Pure.
 
-A player that knows nothing of the answer shows what the judge gives away. The two that are built from the problems'
-own values show what is paid for a right answer and what by chance: `reference` answers with the problem's own value,
-`chance` with that of the next problem. Nothing here knows a domain. Which value is the answer, and in which format the
-judge reads it, is found by trying (`candidates`).
+`reference` answers with the problem's own value, `chance` with that of the next problem; the others know nothing of the
+answer. Which value is the answer, and in which format the judge reads it, is found by trying (`candidates`).
 """
 
 import re
