@@ -11,6 +11,7 @@ for which no time is left are named. Ends with 1 if a check failed, and with 2 w
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from rich.table import Table
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.inspect.finding import Finding, Level, as_json
 from pipelinerl.inspect.reading import command_parser
-from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, find_machine
+from pipelinerl.launcher.gpu_check.checks import CHECKS, OFFLINE, GpuCheck, find_machine
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.verdicts import Facts, failed, judge_imports
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU: shows that the checks run")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="options of the runs")
     args = parser.parse_args(argv)
+    os.environ.update(OFFLINE)
     started = time.monotonic()
     machine, imports = find_machine("cpu" if args.rehearse else "cuda", IMPORTS_LIMIT_S)
     if machine is None:

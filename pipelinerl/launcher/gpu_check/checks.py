@@ -3,7 +3,6 @@
 Each returns facts as plain data. `problem` says why its processes failed.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,8 @@ from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts
 from pipelinerl.launcher.logs import last_error_line
+from pipelinerl.launcher.processes import describe_exit
+from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.memory import trainer_items, utilization
 from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
@@ -32,8 +33,11 @@ from pipelinerl.world.cluster import gpu_used_bytes
 HERE = "pipelinerl.launcher.gpu_check"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WANDB_MODE": "disabled"}
 LOOK_S = 0.5
+"""Between two looks at the device's memory."""
 STOP_S = 20
+"""A launcher that was asked to end has ended by then, or is killed."""
 UPDATES = 20
+"""Weight updates from which a median pause is told."""
 HEAD_CHUNK = 1024
 """Tokens whose logits exist at a time. `auto` would take more on a large device than the plan counts."""
 
@@ -49,48 +53,44 @@ class GpuCheck:
     needs_devices: int = 1
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """The end of a process."""
+def trial(module: str, job: Any, limit_s: float) -> Facts:
+    """What a module of this folder answers to a job, in a process of its own."""
+    try:
+        return {"problem": "", **run_trial("-m", f"{HERE}.{module}", job=job, timeout_s=limit_s)}
+    except TrialError as error:
+        return {"problem": f"{error.how}: {str(error)[:300]}"}
+    except TrialTimeoutError as error:
+        return {"problem": str(error)}
 
-    problem: str
-    """Empty: it ended well."""
-    output: str
 
+def launch(arguments: Sequence[str], limit_s: float, env: Mapping[str, str]) -> str:
+    """Run an experiment and return why it failed. Empty: it ended well.
 
-def run_module(
-    module: str, arguments: Sequence[str], timeout_s: float, job: Any = None, env: Mapping[str, str] | None = None
-) -> Ended:
-    """Run one of this project's modules. After its time, or at Ctrl-C, it and all that it started are asked to end."""
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as output,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
-    ):
+    After its time, or at Ctrl-C, it is asked to end.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=output,
+            [sys.executable, "-m", "pipelinerl.launch", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=errors,
-            text=True,
-            env=os.environ | OFFLINE | dict(env or {}),
+            env=os.environ | dict(env),
             start_new_session=True,
-            encoding="utf-8",
         )
-        problem = ""
         try:
-            process.communicate(None if job is None else json.dumps(job), timeout=timeout_s)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            problem = f"did not end within {timeout_s:.0f} s"
+            return f"did not end within {limit_s:.0f} s"
         finally:
             stop(process)
-        for stream in (output, errors):
-            stream.seek(0)
+        errors.seek(0)
         told = [line for line in errors.read().splitlines() if line.strip()]
-        if not problem and process.returncode:
-            problem = f"ended with {process.returncode}: {told[-1][:300] if told else 'no message'}"
-        return Ended(problem, output.read())
+    if not process.returncode:
+        return ""
+    return f"{describe_exit(process.returncode)}: {told[-1][:300] if told else 'no message'}"
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """A launcher ends its roles by itself when it is asked."""
     if process.poll() is None:
         process.terminate()
@@ -106,15 +106,9 @@ def one_device(env: Mapping[str, str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": env.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
 
 
-def last_json(ended: Ended) -> dict[str, Any]:
-    """What a module of this package printed last, or why it did not."""
-    lines = ended.output.strip().splitlines()
-    return {"problem": ended.problem} if ended.problem else {"problem": ""} | json.loads(lines[-1])
-
-
 def find_machine(accelerator: str, timeout_s: float) -> tuple[Machine | None, Facts]:
     """The machine and the facts of its imports. None: it cannot be checked, the facts say why."""
-    facts = last_json(run_module(f"{HERE}.machine", [accelerator], timeout_s))
+    facts = trial("machine", accelerator, timeout_s)
     return (msgspec.convert(facts["machine"], Machine) if facts.get("machine") else None), facts
 
 
@@ -128,7 +122,7 @@ def trial_model(machine: Machine, folder: Path, timeout_s: float) -> tuple[Path,
         "accelerator": machine.accelerator,
         "shape": msgspec.to_builtins(machine.shape),
     }
-    return path, run_module(f"{HERE}.trial_model", [], timeout_s, job, one_device(os.environ)).problem
+    return path, trial("trial_model", job, timeout_s)["problem"]
 
 
 def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Path, float], Facts]:
@@ -141,7 +135,7 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
         tokens = tokens_of(machine)
         overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}", f"finetune.head_chunk_tokens={HEAD_CHUNK}"]
         job = {"model": str(model), "tokens": tokens, "accelerator": machine.accelerator, "overrides": overrides}
-        return last_json(run_module(f"{HERE}.trainer_trial", [], limit_s, job, one_device(os.environ)))
+        return trial("trainer_trial", job, limit_s)
 
     return facts
 
@@ -161,11 +155,10 @@ def experiment(
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     try:
-        ended = run_module("pipelinerl.launch", arguments, limit_s, env=one_device(os.environ) | dict(env))
+        problem = launch(arguments, limit_s, one_device(os.environ) | dict(env))
     finally:
         over.set()
         looking.join()
-    problem = ended.problem
     if problem:
         logs = {path.parent.name: path for path in sorted(run_dir.glob("*/log.txt"))}
         problem += "".join(
@@ -224,12 +217,12 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
 
 def communicator_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     """Two processes on two cards."""
-    module, meeting = f"{HERE}.communicator_trial", str(folder / "meeting")
-    second = threading.Thread(target=run_module, args=(module, ["1", meeting], limit_s))
+    jobs = [{"rank": rank, "meeting": str(folder / "meeting")} for rank in (0, 1)]
+    second = threading.Thread(target=trial, args=("communicator_trial", jobs[1], limit_s))
     second.start()
-    first = run_module(module, ["0", meeting], limit_s)
+    first = trial("communicator_trial", jobs[0], limit_s)
     second.join()
-    return last_json(first)
+    return first
 
 
 CHECKS = (

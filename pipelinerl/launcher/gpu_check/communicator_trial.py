@@ -1,16 +1,16 @@
-"""`python -m pipelinerl.launcher.gpu_check.communicator_trial RANK FILE`: memory of NCCL communicators, on two GPUs.
+"""Memory of NCCL communicators, on two GPUs: what each further group of two ranks takes from the device.
 
-Rank 0 prints one JSON object: what each further group of two ranks takes from the device.
+Each rank is a process of its own (`launcher.trial`).
 """
 
-import json
-import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
+
+from pipelinerl.launcher.trial import answer
 
 GROUPS = 3
 TIMEOUT_S = 60
@@ -23,8 +23,9 @@ def free_bytes(device: torch.device, used: torch.Tensor) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def measure(rank: int, meeting: str) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Bytes that the first and each further communicator take. One that has not sent anything takes none yet."""
+    rank, meeting = job["rank"], job["meeting"]
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     box = torch.ones(1 << 20, device=device)
@@ -42,6 +43,4 @@ def measure(rank: int, meeting: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    facts = measure(int(sys.argv[1]), sys.argv[2])
-    if sys.argv[1] == "0":
-        print(json.dumps(facts))
+    answer(measure)

@@ -1,12 +1,10 @@
 """The machine that is checked. A rehearsal puts CPU and a tiny model in the places of GPU and Qwen2.5-0.5B.
 
-`describe` runs in a process of its own (`python -m pipelinerl.launcher.gpu_check.machine cuda`), because it imports
-torch and vLLM, and prints one JSON object: the machine and what could be imported.
+`describe` runs in a process of its own, because it imports torch and vLLM. Its job is the accelerator, its answer the
+machine and what could be imported.
 """
 
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.config.versions import import_error, installed_versions, missing_names, unsupported
+from pipelinerl.launcher.trial import answer
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
 
 LIBRARIES = ("torch", "vllm", "transformers")
@@ -132,4 +131,4 @@ def describe(accelerator: Literal["cuda", "cpu"]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe("cpu" if sys.argv[1] == "cpu" else "cuda")))
+    answer(describe)

@@ -1,12 +1,9 @@
-"""`python -m pipelinerl.launcher.gpu_check.trainer_trial < job as JSON`: optimizer steps of one rank, timed.
+"""Optimizer steps of one rank, timed, in a process of its own (`launcher.trial`).
 
-Trains a folder's model on made-up batches, as a run's trainer would, and prints one JSON object. It is a process of its
-own because each trial needs the whole device. Every micro-batch is one full pack of documents.
+Trains a folder's model on made-up batches, as a run's trainer would. Every micro-batch is one full pack of documents.
 """
 
-import json
 import statistics
-import sys
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.gpu_check.machine import CudaMeter, Meter
+from pipelinerl.launcher.trial import answer
 from pipelinerl.plan.memory import trainer_items
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.records import MicroBatch
@@ -60,7 +58,7 @@ def made_up_batch(step: int, index: int, tokens: int, vocab: int) -> MicroBatch:
     )
 
 
-def run_trial(job: dict[str, Any], meter: Meter, device: torch.device) -> dict[str, Any]:
+def time_steps(job: dict[str, Any], meter: Meter, device: torch.device) -> dict[str, Any]:
     """Time and peak memory of the optimizer steps, beside the plan.
 
     Args:
@@ -95,8 +93,11 @@ def run_trial(job: dict[str, Any], meter: Meter, device: torch.device) -> dict[s
     }
 
 
-if __name__ == "__main__":
+def time_on_device(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    given = json.load(sys.stdin)
-    _, _, on = read_ranks(given["accelerator"])
-    print(json.dumps(run_trial(given, CudaMeter(torch.cuda) if on.type == "cuda" else Meter(), on)))
+    _, _, device = read_ranks(job["accelerator"])
+    return time_steps(job, CudaMeter(torch.cuda) if device.type == "cuda" else Meter(), device)
+
+
+if __name__ == "__main__":
+    answer(time_on_device)

@@ -1,13 +1,9 @@
-"""`python -m pipelinerl.launcher.gpu_check.trial_model < job as JSON`: a model with random weights.
-
-A folder for what depends on sizes and not on what a model knows.
+"""A model with random weights, for what depends on sizes and not on what a model knows. A process (`launcher.trial`).
 
 The last norm is scaled so that logits have a standard deviation of 4, as those of trained models do: the noise between
 server and trainer grows with it.
 """
 
-import json
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl.launcher.trial import answer
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.tiny_model.builder import sample_texts
 from pipelinerl.tiny_model.recipes import make_recipe
@@ -65,6 +62,10 @@ def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-if __name__ == "__main__":
-    job = json.load(sys.stdin)
+def write_model(job: dict[str, Any]) -> dict[str, Any]:
     write_trial_model(Path(job["folder"]), msgspec.convert(job["shape"], ModelShape), torch.device(job["accelerator"]))
+    return {}
+
+
+if __name__ == "__main__":
+    answer(write_model)

@@ -11,7 +11,7 @@ from pipelinerl.config.load import compose
 from pipelinerl.inspect.finding import Level
 from pipelinerl.launcher.gpu_check import __main__ as command
 from pipelinerl.launcher.gpu_check import verdicts
-from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, last_json, run_module
+from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, launch, trial
 from pipelinerl.launcher.gpu_check.machine import REAL_SHAPE, CudaMeter, Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.plan.speed import gpu_named, training_rate
@@ -156,10 +156,10 @@ def test_the_meter_of_a_gpu_waits_for_it_before_it_reads_clock_and_peak() -> Non
 
 
 def test_a_module_that_fails_or_hangs_costs_only_its_own_facts() -> None:
-    refused = last_json(run_module("json.tool", ["/no/such/file"], 60))
-    assert refused["problem"].startswith("ended with 2: ")
-    assert "/no/such/file" in refused["problem"]
-    assert "0 s" in run_module("http.server", ["0"], 0.3).problem
+    assert trial("no_such_module", {}, 60)["problem"].startswith("exit code 1: ")
+    assert "0.01 s" in trial("machine", "cpu", 0.01)["problem"]
+    assert launch(["--config-name=no_such"], 60, {}).startswith("exit code 2: error: ")
+    assert launch([], 0.01, {}) == "did not end within 0 s"
 
 
 def test_checks_without_time_or_cards_are_named_and_the_results_are_kept(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_checks_without_time_or_cards_are_named_and_the_results_are_kept(tmp_pat
     one_card = GpuCheck("trainer", 60, lambda *_: {"problem": "broken"}, verdicts.judge_trainer)
     facts = {
         "communicators": command.run_check(two_cards, CARD, tmp_path, 100),
-        "late": command.run_check(one_card, CARD, tmp_path, 3),
-        "trainer": command.run_check(one_card, CARD, tmp_path, 100),
+        "late": command.run_check(one_card, CARD, tmp_path, 19),
+        "trainer": command.run_check(one_card, CARD, tmp_path, 21),
     }
     found = [
         one
