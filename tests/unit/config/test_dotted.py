@@ -1,5 +1,6 @@
 """A copy of one of PipelineRL's domains that imports itself by its old name is told what to write."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,8 @@ def test_import_of_a_domain_of_the_same_name_here_is_found_although_it_works(cop
         "from pipelinerl.domains.math import RewardTable\n"
         "from my_copied_domain.sandbox import run\n"
     )
-    assert [line.removeprefix(str(copy)) for line in self_imports("my_copied_domain.rollouts.generate")] == [
-        "/rollouts.py:1 imports pipelinerl.domains.coding.sandbox, and the copy has it: write my_copied_domain.sandbox"
-    ]
+    (line,) = self_imports("my_copied_domain.rollouts.generate")
+    assert re.search(
+        says(f"{copy}/rollouts.py:1", "pipelinerl.domains.coding.sandbox", "my_copied_domain.sandbox"), line
+    )
     assert list(self_imports("pipelinerl.domains.largest.generate_rollout")) == []

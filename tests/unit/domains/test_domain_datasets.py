@@ -1,6 +1,7 @@
 import csv
 import gzip
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -252,7 +253,7 @@ def test_row_with_more_cells_than_columns_is_left_out(tmp_path, caplog):
     good = "".join(f"{i}+1?,{i + 1},\n" for i in range(20))  # an empty cell too many is harmless
     name = written_as(tmp_path / "x.csv", f"problem,answer\n{good}1, 2 or 3?,2\n")
     assert tasks_of(name) == [f"{i}+1?" for i in range(20)]
-    assert "1 rows: no column for `task` (row 20: has the columns ['cells behind the last column']" in caplog.text
+    assert re.search(says("1 rows", "`task`", "row 20", "cells behind the last column"), caplog.text)
 
 
 def test_folder_is_read_whole_and_what_is_left_out_is_named(tmp_path, caplog):
@@ -301,7 +302,7 @@ def test_folder_without_a_slash_is_no_guess(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written_as(tmp_path / "rows/a.jsonl", LINES)
     assert tasks_of("./rows") == tasks_of("rows/") == SEEN
-    with pytest.raises(DomainError, match=r"'rows' is a file, a folder or a pattern here: write it as `\./rows`"):
+    with pytest.raises(DomainError, match=says("rows", "./rows")):
         load_problems(["rows"])
     for missing in ("./nowhere", "/no/where/", "./nowhere/*"):
         with pytest.raises(DomainError, match="no such file or folder"):
@@ -351,8 +352,5 @@ def test_name_that_is_here_and_does_not_look_like_data_is_not_asked_of_the_hub(t
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DomainError) as error:
+    with pytest.raises(DomainError, match=says(name, f"./{name}")):
         list(rows_of(name, True))
-    assert str(error.value) == (
-        f"dataset {name!r} is a file, a folder or a pattern here: write it as `./{name}`, or rename what is here"
-    )

@@ -126,14 +126,14 @@ def test_outputs_and_gradients_are_those_of_whole_experts(
 def test_check_before_the_start_refuses_experts_that_cannot_be_divided(tmp_path: Path) -> None:
     make_qwen2(64).config.save_pretrained(tmp_path)
     assert examine(tmp_path).attention
-    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks` is set, but the model has no experts")):
+    with pytest.raises(ConfigError, match=says("finetune.expert_ranks", "no experts")):
         examine(tmp_path, divides_experts=True)
 
 
 def test_model_whose_experts_cannot_be_divided_is_refused() -> None:
-    with pytest.raises(ConfigError, match=says("`finetune.expert_ranks` is set, but the model has no experts")):
+    with pytest.raises(ConfigError, match=says("finetune.expert_ranks", "no experts")):
         expert_modules(make_qwen2(64))
-    with pytest.raises(ConfigError, match=says("is 4, which does not divide the model's 6 experts")):
+    with pytest.raises(ConfigError, match=says("4", "6 experts")):
         divide_experts(Mixture("eager"), group_of(0, 4))
     listed = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(ConfigError, match=says("ModuleList does not take the router's choice")):
