@@ -1,8 +1,9 @@
-"""What no linter checks: a class has its name for itself, log lines begin with their event, dead code is found."""
+"""What no linter checks: a class has its name for itself, log lines begin with their event, dead code is found,
+the changelog can be read."""
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -79,3 +80,12 @@ def test_dead_code_is_what_neither_code_nor_string_nor_setting_names(tmp_path: P
         "def called(): ...\ndef forgotten(): ...\n@app.get('/')\ndef route(): ...\ncalled()\n"
     )
     assert dead(package, {"ignore_decorators": ["@app.*"]}) == ["mine/engines/fast.py:5: unused function 'forgotten'"]
+
+
+def test_the_changelog_has_one_short_line_for_each_change_in_one_of_four_sections() -> None:
+    lines = (PACKAGE.parent / "CHANGELOG.md").read_text().partition("\n## ")[2].splitlines()
+    sections = [line for line in lines if line.startswith("### ")]
+    assert sections == ["### Added", "### Changed", "### Removed", "### Fixed"]
+    changes = [line for line in lines[1:] if line and not line.startswith("#")]
+    assert [line for line in changes if not line.startswith("- ") or len(line) > 160] == []
+    assert [line for line, times in Counter(changes).items() if times > 1] == []
