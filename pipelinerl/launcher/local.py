@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.config.sections import LauncherSection
+from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.memory_kills import MemoryKills
-from pipelinerl.launcher.processes import Host, wait_for_exit
-from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, RoleProcess, Stopper
+from pipelinerl.launcher.processes import Host, second_signal, stop_roles, wait_for_exit
+from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, is_to_save, stop_in_waves
 from pipelinerl.launcher.watchdog import Watchdog
 from pipelinerl.membership.role import EXIT_LEFT
+from pipelinerl.observability.status import read_statuses
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +38,14 @@ class LocalEngine:
     """Runs the roles of this node.
 
     Args:
-        jobs: names of the node's roles.
+        host: what they share.
+        jobs: their names.
         say: tells the user a line.
     """
 
     def __init__(self, host: Host, jobs: Sequence[str], limits: LauncherSection, say: Callable[[str], None]):
-        self._host = host
+        self._host, self._limits, self._say = host, limits, say
         self._watchdog = Watchdog(host, jobs, limits)
-        self._stopper = Stopper(host, limits, say)
         self._memory = MemoryKills()
         self._running: dict[str, Running] = {}
 
@@ -66,8 +69,40 @@ class LocalEngine:
                 await self._watchdog.kill(failed)
 
     def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
-        roles = [RoleProcess(role.command, role.process) for role in self._running.values()]
-        self._stopper.stop_all(roles, orderly=orderly, may_save=may_save, report=report)
+        pids = self._host.all_processes()
+        segments = reaper.shared_memory_of(pids)
+        reaper.signal_all(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
+        late: list[str] = []
+
+        def stop_wave(kinds: Collection[str], limit_s: float) -> None:
+            late.extend(self.stop_kinds(kinds, limit_s, may_save=may_save))
+
+        kinds = {role.command.kind for role in self._running.values()}
+        stop_in_waves(kinds, stop_wave, self._limits, orderly=orderly, report=report)
+        if late:
+            log.warning("event=killed reason=did not end in time jobs=%s", ", ".join(late))
+        self._host.sweep_all(0 if late else LEFTOVER_GRACE_S, segments)
+        for role in self._running.values():
+            role.process.wait()
+
+    def stop_kinds(self, kinds: Collection[str], limit_s: float, *, may_save: bool) -> list[str]:
+        """Ask the roles of these kinds to end, wait for it, and return those that did not.
+
+        Args:
+            may_save: whether a trainer with an unsaved step gets time to save it.
+        """
+        running = {name: role.process for name, role in self._running.items() if role.command.kind in kinds}
+        statuses = read_statuses(self._host.run_dir)
+        ranks = {name: self._host.ranks_of(name) for name in running if name.startswith("finetune_")}
+        saving = {name for name in running if may_save and name in statuses and is_to_save(name, statuses[name])}
+        if saving:
+            self._say(
+                f"{', '.join(sorted(saving))}: saves its last step, for at most launcher.save_timeout_s="
+                f"{self._limits.save_timeout_s:g} s; another Ctrl-C ends at once"
+            )
+        limits = {n: max(limit_s, self._limits.save_timeout_s) if n in saving else limit_s for n in running}
+        with second_signal() as hurried:
+            return stop_roles(running, limits, ranks, hurried)
 
     def _started(self) -> dict[str, float]:
         """Monotonic start times of the running processes, by job."""

@@ -27,11 +27,14 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.observability.status import STATUS_DIR, read_statuses
+from pipelinerl.world.keeper import ORPHANED_S
 from pipelinerl.world.process import kept
 
 log = logging.getLogger(__name__)
 
 DISMISS_S = 30.0
+REAPER_GRACE_S = ORPHANED_S
+"""What the reaper ends and what a keeper ends gets the same time to clean up."""
 TEMPORARY_PREFIX = "prl-"
 OWNER_FILE = ".owner"
 """In the temporary folder: of which run, and which launcher of it, the folder is."""

@@ -17,13 +17,11 @@ from pipelinerl.config.load import must_be_given
 from pipelinerl.config.resume import asked_once
 from pipelinerl.config.sections import Config
 from pipelinerl.config.variables import variables_of
-from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import preflight, run_dir, several_nodes, streams_at_start
 from pipelinerl.launcher.checks import checked, run_checks
 from pipelinerl.launcher.commands import CommandOf, printable, role_command
-from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.losses import exit_code_of
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import Claim
@@ -54,7 +52,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
             return follow(run)
         claim = run_dir.claim(run.path, run.container, force_restart=run.config.force_restart)
         with run_dir.holding(claim):
-            setup_launcher_logging(run.path / run_dir.LOG_FILE)
+            setup_launcher_logging(run.path / run_dir.LOG_FILE, run.config.launcher.max_log_mb)
             if claim.finished:
                 return tell_finished(run)
             preflight.discard_broken_model(run.config, say)
@@ -113,28 +111,7 @@ def start_ray(run: Experiment, claim: Claim) -> int:
     return tell_ending(ending, plan.config)
 
 
-def prepare_external(run: Experiment, claim: Claim) -> int:
-    """Write the files from which a platform starts every role, and build the tiny model if there is one."""
-    plan = checked(plan_run(run))
-    streams_at_start.take(claim, plan)
-    run_dir.write_run_dir(plan)
-    if plan.builds_model:
-        say(f"building the tiny model {plan.config.model_path}")
-        problem = asyncio.run(preflight.build_tiny_model(plan.config, os.environ))
-        if problem:
-            raise ConfigError(problem)
-    jobs = plan.world.jobs
-    run_dir.write_roles(plan.path, [plan.command_of(job, plan.world, plan.path, os.environ) for job in jobs])
-    write_roles_file(plan.path, jobs)
-    say(f"{plan.path} is ready: {len(jobs)} roles are to be started, see {plan.path / ROLES_FILE}")
-    return EXIT_DONE
-
-
-START: Mapping[str, Callable[[Experiment, Claim], int]] = {
-    "local": start_local,
-    "ray": start_ray,
-    "external": prepare_external,
-}
+START: Mapping[str, Callable[[Experiment, Claim], int]] = {"local": start_local, "ray": start_ray}
 """By `launcher.engine`."""
 
 
@@ -147,7 +124,6 @@ def follow(run: Experiment) -> int:
 
 
 def tell_finished(run: Experiment) -> int:
-    write_roles_file(run.path, ())  # a platform starts nothing
     say(f"the run in {run.path} is finished:")
     figures = read_debug_run(run.path)
     lines = debug_run_lines(figures, run.path) if figures else summary_lines(read_summary(run.path) or {}, run.path)

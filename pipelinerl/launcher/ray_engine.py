@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,19 @@ from pipelinerl.launcher.losses import NodeLost
 from pipelinerl.launcher.processes import second_signal
 from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, units_of, world_at
 from pipelinerl.launcher.ray_role import RoleActor, RolePlace
-from pipelinerl.launcher.stopping import HURRY, is_to_save, stop_waves
-from pipelinerl.launcher.watchdog import WATCH_INTERVAL_S, write_hang_report
+from pipelinerl.launcher.stopping import stop_in_waves
 from pipelinerl.membership.role import EXIT_FAILED
-from pipelinerl.observability.health import find_failed
-from pipelinerl.observability.status import read_statuses
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 TOLD_AFTER_S = 20.0
+"""Ray needs seconds for a placement group that it has room for."""
 LOSS_S = 60.0
 """Ray may take this long to say whether an actor that does not answer has lost its node."""
 STOP_MARGIN_S = 15.0
+"""After its role's time an actor sweeps (`reaper.KILL_TIMEOUT_S`), and its answer travels."""
 
 
 @dataclass
@@ -50,13 +49,7 @@ class Placed:
     nodes: tuple[str, ...] = ()
     """Ray's ids of the nodes, one for each job."""
     actors: list[Any] = field(default_factory=list)
-    started: float = 0.0
-    kill_reason: str | None = None
     task: "asyncio.Task[RoleExit | NodeLost] | None" = None
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self.actors) and self.kill_reason is None
 
 
 class RayEngine:
@@ -107,46 +100,30 @@ class RayEngine:
         return await task
 
     async def watch(self) -> None:
-        since = before = time.monotonic()
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            now = time.monotonic()
-            if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself, so it ignores earlier silence
-                since = now
-            before = now
-            for job, reason in await asyncio.to_thread(self._failures, now, since):
-                placed = next(p for p in self._placed.values() if job in (j.name for j in p.unit.jobs))
-                placed.kill_reason = reason
-                log.warning("event=job_killed job=%s reason=%s", job, reason)
-                await self._kill(placed)
+        """Nothing: each actor watches its own role."""
 
     def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         for placed in self._placed.values():
             if placed.task is not None:
                 placed.task.cancel()
-        waves = stop_waves({placed.unit.kind for placed in self._placed.values()}, orderly=orderly)
         with second_signal() as hurried:
-            for index, kinds in enumerate(waves):
-                if orderly and index == len(waves) - 1:
-                    report()
-                limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
+
+            def stop_wave(kinds: Collection[str], limit_s: float) -> None:
                 wave = [placed for placed in self._placed.values() if placed.unit.kind in kinds]
-                self._stop_wave(wave, limit_s, hurried, may_save)
+                self._stop_wave(wave, limit_s, may_save, hurried)
+
+            kinds = {placed.unit.kind for placed in self._placed.values()}
+            stop_in_waves(kinds, stop_wave, self._limits, orderly=orderly, report=report)
         for placed in self._placed.values():
             self._remove(placed)
 
-    def _stop_wave(self, wave: list[Placed], limit_s: float, hurried: Callable[[], bool], may_save: bool) -> None:
-        """Ask these roles to end and wait for it. A trainer with an unsaved step gets time to save it."""
+    def _stop_wave(self, wave: list[Placed], limit_s: float, may_save: bool, hurried: Callable[[], bool]) -> None:
+        """Ask these roles to end and wait for it. Their actors know whether there is a step to save."""
         import ray
 
-        statuses = read_statuses(self._run_dir)
-        refs, longest_s = [], limit_s
-        for placed in wave:
-            jobs = placed.unit.jobs if may_save else ()
-            saves = any(job.name in statuses and is_to_save(job.name, statuses[job.name]) for job in jobs)
-            own_s = max(limit_s, self._limits.save_timeout_s) if saves else limit_s
-            longest_s = max(longest_s, own_s)
-            refs += [actor.stop.remote(own_s) for actor in placed.actors]
+        refs = [actor.stop.remote(limit_s, may_save) for placed in wave for actor in placed.actors]
+        has_trainer = may_save and any(placed.unit.kind == "finetune" for placed in wave)
+        longest_s = max(limit_s, self._limits.save_timeout_s) if has_trainer else limit_s
         deadline = time.monotonic() + longest_s + STOP_MARGIN_S
         while refs and time.monotonic() < deadline and not hurried():
             _, refs = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
@@ -175,7 +152,6 @@ class RayEngine:
 
     async def _run_once(self, placed: Placed) -> RoleExit:
         """Start the unit's processes and return how it ended: in order with all, or badly with the first that did."""
-        placed.kill_reason, placed.started = None, time.monotonic()
         self._make_actors(placed)
         runs = [asyncio.ensure_future(value_of(actor.run.remote())) for actor in placed.actors]
         result = RoleExit(code=0)
@@ -186,7 +162,7 @@ class RayEngine:
         if result.code:
             await self._kill(placed)
             await asyncio.gather(*runs, return_exceptions=True)
-        return RoleExit(code=result.code, kill_reason=placed.kill_reason or result.kill_reason)
+        return result
 
     async def _kill(self, placed: Placed) -> None:
         """End the processes of a unit, and wait until they have ended wherever an actor answers."""
@@ -204,7 +180,13 @@ class RayEngine:
         for index, (job, bundle) in enumerate(zip(placed.unit.jobs, placed.unit.bundles, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(placed.group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-            place = RolePlace(job=job.name, run_dir=str(self._run_dir), cwd=os.getcwd(), secrets=dict(self._secrets))
+            place = RolePlace(
+                job=job.name,
+                run_dir=str(self._run_dir),
+                cwd=os.getcwd(),
+                limits=self._limits,
+                secrets=dict(self._secrets),
+            )
             remote = ray.remote(RoleActor).options(**options)
             placed.actors.append(remote.remote(place, self._command_of))
 
@@ -253,21 +235,6 @@ class RayEngine:
         if placed.group is not None:
             remove_placement_group(placed.group)
         placed.actors, placed.group = [], None
-
-    def _failures(self, now: float, since: float) -> list[tuple[str, str]]:
-        """Return the jobs that hang or are frozen by their statuses, and why, and write a hang report for each."""
-        started = {
-            job.name: placed.started
-            for placed in self._placed.values()
-            if placed.is_running
-            for job in placed.unit.jobs
-        }
-        offset = time.time() - time.monotonic()
-        statuses = {name: status.since_boot(offset) for name, status in read_statuses(self._run_dir).items()}
-        failed = find_failed(statuses, started, self._limits, now, since)
-        for role in failed:
-            write_hang_report(self._run_dir, role, list(started), ())
-        return [(role.job, role.reason) for role in failed]
 
 
 async def value_of(ref: Any) -> Any:

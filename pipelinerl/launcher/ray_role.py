@@ -1,28 +1,26 @@
-"""The Ray actor of one role: it starts the role's command as a child process on the node where Ray has put it.
+"""The Ray actor of one role: it runs the role's command as a child process on the node where Ray has put it.
 
-Ray decides where it runs and which GPUs it gets. Everything else is as on one machine: the same command, log, status,
-marks and reaper. Nothing but the exit code goes back over Ray.
+Ray decides where it runs and which GPUs it gets. Everything else is as on one machine: the same engine, so the same
+command, log, watch, marks and reaper. Nothing but the exit goes back over Ray.
 """
 
 import asyncio
 import contextlib
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.commands import CommandOf, inherited_environment
 from pipelinerl.launcher.engine import RoleExit
-from pipelinerl.launcher.processes import Host, Reaper, RunMark, stop_roles, wait_for_exit
-from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S
+from pipelinerl.launcher.local import LocalEngine
+from pipelinerl.launcher.processes import REAPER_GRACE_S, Host, Reaper, RunMark
 from pipelinerl.world import WorldMap
 from pipelinerl.world.home import writable_folders
-
-REAPER_GRACE_S = 5.0
 
 
 class RolePlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +30,7 @@ class RolePlace(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     cwd: str
     """The launcher's working folder, used if this node has it."""
+    limits: LauncherSection
     secrets: dict[str, str]
 
 
@@ -41,10 +40,10 @@ class RoleActor:
     def __init__(self, place: RolePlace, command_of: CommandOf):
         self._place, self._command_of = place, command_of
         self._host: Host | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._engine: LocalEngine | None = None
 
     async def run(self) -> RoleExit:
-        """Start the role and return how it ended. None of its processes is left then."""
+        """Start the role, watch it, and return how it ended. None of its processes is left then."""
         place, run_dir = self._place, Path(self._place.run_dir)
         if not (run_dir / RUN_CONFIG).is_file():
             reason = f"node {os.uname().nodename} does not see {run_dir}: put output_dir where all Ray nodes see it"
@@ -57,22 +56,23 @@ class RoleActor:
         reaper = Reaper(mark, REAPER_GRACE_S, owner=f"{run_dir} role {place.job}")
         environment = writable_folders(os.environ) | role_variables(os.environ) | place.secrets
         self._host = Host(run_dir=run_dir, environment=environment | {"TMPDIR": reaper.temporary}, mark=mark)
+        self._engine = LocalEngine(self._host, [place.job], place.limits, print)
         try:
-            self._process = self._host.start(command)
-            print(f"{place.job}: process {self._process.pid}, log {run_dir / place.job / 'log.txt'}", flush=True)
-            code = await wait_for_exit(self._process)
-            await asyncio.to_thread(self._host.sweep, place.job, LEFTOVER_GRACE_S)
+            async with asyncio.TaskGroup() as group:
+                self._engine.start(command)
+                watch = group.create_task(self._engine.watch())
+                end = await self._engine.exit_of(place.job)
+                watch.cancel()
         finally:
             reaper.dismiss()
-        return RoleExit(code=code)
+        return end
 
-    async def stop(self, limit_s: float) -> None:
-        """Send the role SIGTERM and wait. After ``limit_s`` it is killed."""
-        if self._host is None or self._process is None:
-            return
-        name, ranks = self._place.job, self._host.ranks_of(self._place.job)
-        await asyncio.to_thread(stop_roles, {name: self._process}, {name: limit_s}, {name: ranks}, lambda: False)
-        await self.kill()
+    async def stop(self, limit_s: float, may_save: bool) -> None:
+        """Ask the role to end and wait for it, see `LocalEngine.stop_kinds`. What does not end is killed."""
+        if self._engine is not None:
+            kinds = [self._place.job.rpartition("_")[0]]
+            await asyncio.to_thread(self._engine.stop_kinds, kinds, limit_s, may_save=may_save)
+            await self.kill()
 
     async def kill(self) -> None:
         """End the role's processes at once."""

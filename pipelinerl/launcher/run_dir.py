@@ -52,8 +52,8 @@ from pipelinerl.world.disk import make_folder, replace_file
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"
-OF_LAUNCHERS = ("launcher.[0-9]*.log", ".launch-*")
-"""Logs of the launchers of other nodes, and markers that killed launchers have left."""
+OF_LAUNCHERS = ("launcher.[0-9]*.log", "launcher*.log.1", ".launch-*")
+"""Logs of the launchers of other nodes, full logs, and markers that killed launchers have left."""
 OF_FILE_SYSTEM = "lost+found"
 """What a fresh ext4 volume holds."""
 OWNED = (

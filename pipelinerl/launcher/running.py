@@ -32,7 +32,7 @@ from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.engine import RoleEngine
 from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.local import LocalEngine
-from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
+from pipelinerl.launcher.processes import REAPER_GRACE_S, STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.supervisor import Ending, Supervisor
@@ -48,7 +48,6 @@ from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
-REAPER_GRACE_S = 5.0
 PUBLISH_RETRY_S = 0.5
 SERVERS_POLL_S = 0.5
 

@@ -55,11 +55,11 @@ async def _run_part(plan: RunPlan, leader: LauncherNote, connection: Coordinatio
     """Run the roles in the leader's folder if that is here, else in one of this node's own."""
     if plan.config.streams.backend == "files" or (plan.path / leader.marker).exists():  # leases in the folder
         run_dir.write_roles(plan.path, plan.commands)
-        setup_launcher_logging(plan.path / f"launcher.{plan.node_rank}.log")
+        setup_launcher_logging(plan.path / f"launcher.{plan.node_rank}.log", plan.config.launcher.max_log_mb)
         return await supervise(plan, resumed=leader.resumed, connection=connection)
     claim = run_dir.claim(plan.path, plan.container, force_restart=plan.config.force_restart)
     with run_dir.holding(claim):
-        setup_launcher_logging(plan.path / run_dir.LOG_FILE)
+        setup_launcher_logging(plan.path / run_dir.LOG_FILE, plan.config.launcher.max_log_mb)
         streams_at_start.follow(claim, plan, leader)
         run_dir.write_run_dir(plan)
         return await supervise(plan, resumed=leader.resumed, lock=claim.lock, connection=connection)

@@ -23,7 +23,6 @@ from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.logs import cut_logs
 from pipelinerl.launcher.processes import Host
-from pipelinerl.launcher.run_dir import LOG_FILE
 from pipelinerl.observability.health import FailedRole, find_failed, job_of_status, wait_chain
 from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord, read_statuses
 
@@ -121,8 +120,7 @@ class Watchdog:
         await asyncio.to_thread(self._host.sweep, failed.job, 0)
 
     def _logs(self) -> list[Path]:
-        folder = self._host.run_dir
-        return [folder / LOG_FILE, *(folder / name / "log.txt" for name in self._jobs)]
+        return [self._host.run_dir / name / "log.txt" for name in self._jobs]
 
     def _statuses(self) -> dict[str, StatusRecord]:
         """Every role's newest status with monotonic times, which do not change when the system clock is set."""

@@ -10,6 +10,7 @@ an event.
 import contextlib
 import json
 import logging
+import logging.handlers
 import os
 import sys
 import time
@@ -103,15 +104,22 @@ def show_prints() -> None:
             setattr(sys, name, ShownStream(stream))
 
 
-def setup_launcher_logging(path: Path) -> None:
-    """Send every logger of the launcher to a file, because the terminal shows progress and messages."""
-    _install(LauncherLog(path), "launcher", logging.INFO)
+def setup_launcher_logging(path: Path, max_mb: int) -> None:
+    """Send every logger of the launcher to a file, because the terminal shows progress and messages.
+
+    Args:
+        max_mb: the file's bound in MiB. A full one becomes `launcher.log.1`.
+    """
+    _install(LauncherLog(path, max_bytes=max_mb * 2**20), "launcher", logging.INFO)
 
 
-class LauncherLog(logging.FileHandler):
-    """A log file whose disk may fail, which ends no run and is said once on stderr."""
+class LauncherLog(logging.handlers.RotatingFileHandler):
+    """A bounded log file whose disk may fail, which ends no run and is said once on stderr."""
 
     _said = False
+
+    def __init__(self, path: Path, max_bytes: int = 0):
+        super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(error := sys.exception(), OSError):

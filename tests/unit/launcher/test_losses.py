@@ -12,7 +12,8 @@ from pipelinerl.launcher.losses import (
     may_be_missing,
     restart_delay_s,
 )
-from pipelinerl.launcher.stopping import stop_waves
+from pipelinerl.launcher.stopping import stop_in_waves
+from tests.unit.observability.test_health import LIMITS
 
 
 def after_exit(kind: str, code: int, restarts_used: int = 0, **fields) -> Decision:
@@ -154,10 +155,23 @@ def test_leases_that_cannot_be_read_are_awaited_up_to_the_limit() -> None:
     assert ended.reason.startswith("node 0 (a) is lost: the leases in results/x could not be read for 30 s")
 
 
-def test_stop_waves_stores_outlive_everybody() -> None:
-    kinds = {"actor", "actor_llm", "finetune", "redis", "verifier"}
-    assert stop_waves(kinds, orderly=True) == [{"actor", "finetune"}, {"actor_llm", "verifier"}, {"redis"}]
-    assert stop_waves(kinds, orderly=False) == [{"actor", "finetune", "actor_llm", "verifier"}, {"redis"}]
+@pytest.mark.parametrize(
+    ("orderly", "waves"),
+    [
+        (True, [({"actor", "finetune"}, 8.0), ({"actor_llm", "verifier"}, 8.0), "report", ({"redis"}, 8.0)]),
+        (False, [({"actor", "finetune", "actor_llm", "verifier"}, 8.0), ({"redis"}, 1.6)]),
+    ],
+)
+def test_stores_are_stopped_last_and_after_the_report_of_a_complete_run(orderly: bool, waves: list[object]) -> None:
+    seen: list[object] = []
+    stop_in_waves(
+        ["actor", "actor_llm", "finetune", "redis", "verifier"],
+        lambda kinds, limit_s: seen.append((kinds, limit_s)),
+        LIMITS,
+        orderly=orderly,
+        report=lambda: seen.append("report"),
+    )
+    assert seen == waves
 
 
 def test_backoff_doubles_up_to_its_bound() -> None:

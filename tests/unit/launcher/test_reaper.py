@@ -22,8 +22,9 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import processes, reaper, run_dir
+from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.local import LocalEngine, Running
 from pipelinerl.launcher.processes import Host, Reaper, RunMark, describe_exit, pinned, wait_for_exit
-from pipelinerl.launcher.stopping import Stopper
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.observability.status import STATUS_DIR
 from pipelinerl.world.process import kept
@@ -272,6 +273,8 @@ def test_run_folder_of_a_killed_launcher_is_free_when_its_reaper_is_done(tmp_pat
     code = f"""
 import os, signal, sys
 from pathlib import Path
+from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.local import LocalEngine, Running
 from pipelinerl.launcher.processes import Host, Reaper, RunMark
 from pipelinerl.launcher import run_dir
 path = Path({str(tmp_path)!r})
@@ -393,8 +396,11 @@ def test_stop_signals_the_ranks_of_this_run_and_no_stranger_whose_number_a_statu
         (tmp_path / STATUS_DIR / f"{name}.json").write_text(json.dumps(times | fields))
     try:
         assert sorted(host.ranks_of("finetune_0")) == sorted([role.pid, rank.pid])
-        stopper = Stopper(host, parse(compose("quickstart", [f"output_dir={tmp_path}"])).launcher, lambda line: None)
-        assert stopper._stop_wave({"finetune_0": role}, 60, may_save=False) == []
+        limits = parse(compose("quickstart", [f"output_dir={tmp_path}"])).launcher
+        engine = LocalEngine(host, ["finetune_0"], limits, print)
+        command = RoleCommand(name="finetune_0", kind="finetune", argv=(), env={}, cores=())
+        engine._running["finetune_0"] = Running(command, role, 0.0)
+        assert engine.stop_kinds(["finetune"], 60, may_save=False) == []
         assert [close(role), close(rank)] == [-signal.SIGTERM] * 2
         assert [other.poll(), stranger.poll()] == [None, None]
     finally:

@@ -47,7 +47,8 @@ def test_what_launchers_of_other_nodes_have_left_is_the_runs(container: dict, tm
     """It stayed when a run was deleted, and then the folder was refused as that of somebody else."""
     path = tmp_path / "run"
     hold_run(path, container)
-    left = [path / "launcher.12.log", path / ".launch-0a1b2c"]
+    names = ("launcher.12.log", "launcher.12.log.1", "launcher.log.1", ".launch-0a1b2c")
+    left = [path / name for name in names]
     for file in left:
         file.touch()
     run_dir.claim(path, container, force_restart=True).lock.close()

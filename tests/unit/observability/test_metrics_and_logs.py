@@ -262,7 +262,7 @@ def test_logging_is_restored_and_its_file_is_closed(tmp_path: Path, caplog: pyte
     root, chatty = logging.getLogger(), logging.getLogger("httpx")
     before = root.handlers[:], root.level, chatty.level, warnings.showwarning
     with logging_restored():
-        setup_launcher_logging(tmp_path / "launcher.log")
+        setup_launcher_logging(tmp_path / "launcher.log", max_mb=1)
         [installed] = root.handlers
         root.info("written")
     assert (root.handlers, root.level, chatty.level, warnings.showwarning) == before
@@ -271,3 +271,15 @@ def test_logging_is_restored_and_its_file_is_closed(tmp_path: Path, caplog: pyte
     root.error("not written")
     assert (tmp_path / "launcher.log").read_text().endswith("INFO launcher root: written\n")
     assert caplog.messages == ["not written"]
+
+
+def test_launcher_s_log_stays_within_its_bound_beside_the_part_before(tmp_path: Path) -> None:
+    """Those of a follower in a shared folder and of a launcher on Ray had none. Node 1's log is `launcher.1.log`."""
+    (tmp_path / "launcher.log.1").write_text("of the launch before\n")
+    (tmp_path / "launcher.log").write_text("x" * (2**20 - 10) + "\n")
+    with logging_restored():
+        setup_launcher_logging(tmp_path / "launcher.log", max_mb=1)
+        logging.getLogger().info("written")
+    assert (tmp_path / "launcher.log").read_text().endswith("INFO launcher root: written\n")
+    assert (tmp_path / "launcher.log.1").read_text() == "x" * (2**20 - 10) + "\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"launcher.log", "launcher.log.1"}
