@@ -89,7 +89,10 @@ def slurm(folder: Path, num_nodes: int = 2, cpus: int = 8, lost_after_s: int = 3
 
 
 def lose_node(env: dict[str, str], name: str) -> None:
-    """Kill every process of a node at once, as a power cut does: its slurmd, the steps and their tasks."""
+    """Kill every process of a node at once, as a power cut does: its slurmd, the steps and their tasks.
+
+    They are stopped first, so that none reports the death of another.
+    """
     lost = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -98,9 +101,10 @@ def lose_node(env: dict[str, str], name: str) -> None:
                 lost += [process, *process.parents()[:1]]
             if process.cmdline()[:4] == ["slurmd", "-D", "-N", name] and env["SLURM_CONF"] in process.cmdline():
                 lost.append(process)
-    for process in lost:
-        with suppress(psutil.Error):
-            process.kill()
+    for act in (psutil.Process.suspend, psutil.Process.kill):
+        for process in lost:
+            with suppress(psutil.Error):
+                act(process)
 
 
 @contextmanager

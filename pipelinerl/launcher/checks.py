@@ -158,7 +158,7 @@ def temporary_folder(plan: RunPlan) -> list[str]:
     folder, most = os.environ.get(variable, ""), LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES
     if not folder:
         variable, folder = "TMPDIR", tempfile.gettempdir()
-        most -= TEMPORARY_BYTES if launcher == "local" else 0
+        most -= TEMPORARY_BYTES
     excess = len(os.fsencode(folder)) - most
     is_used = launcher != "ray" and any(job.kind in SERVER_KINDS for job in plan.jobs)
     if excess > 0 and is_used:

@@ -9,7 +9,6 @@
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ import msgspec
 from omegaconf import OmegaConf
 
 from pipelinerl.config.debug import READS
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError, WorldError
@@ -77,11 +75,9 @@ def take(claim: Claim, plan: RunPlan) -> bool:
             Or the streams are packed for other trainer ranks.
     """
     config = plan.config
-    knows_password = config.launcher.engine != "external" or REDIS_PASSWORD_VARIABLE in os.environ
-    is_external = config.streams.external and knows_password
+    is_external = config.streams.external
     if is_external:
-        if config.launcher.engine != "external":
-            adopt_secrets(plan)
+        adopt_secrets(plan)
         check_external(claim.path, config)
         if config.force_restart:
             delete_external(claim.path, config)

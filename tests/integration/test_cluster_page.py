@@ -1,6 +1,6 @@
 """Every block of docs/cluster.md is executed, or its commands are read by the programs that they name.
 
-Blocks of SLURM, JobSet pods, Ray nodes and SkyPilot have slow tests of their own. Nothing here can read those of
+Blocks of SLURM, JobSet pods and Ray nodes have slow tests of their own. Nothing here can read those of
 kubectl and docker.
 """
 

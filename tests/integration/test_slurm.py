@@ -1,6 +1,5 @@
-"""The rendered batch script on a real SLURM of two nodes: it learns, saves when asked, resumes when queued again."""
+"""The rendered batch script on a real SLURM: it learns, saves when asked, resumes when queued again, survives nodes."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipelinerl.inspect.ledger import read_ledger
@@ -22,16 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900
 MAX_STEPS = 64
 LOST_AFTER_S = 40
-PROGRAM = """#!/bin/bash
-# In place of the launcher: an actor that ends when it may, on the first node, and a server on the second.
-if [[ $* != *pipelinerl.launch* ]]; then exit 0; fi
-cd {run}
-mkdir -p conf actor_0 actor_llm_0
-printf 'actor_0 0\\nactor_llm_0 1\\n' > conf/roles.txt
-printf '#!/bin/bash\\ncd {run}; echo a >> started; until [[ -e may_end ]]; do sleep 0.5; done\\n' > actor_0/start.sh
-printf '#!/bin/bash\\ncd {run}; echo s >> started; exec sleep 1000\\n' > actor_llm_0/start.sh
-chmod +x */start.sh
-"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+FAKES = Path(__file__).with_name("launcher_fakes.py")
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,40 +103,102 @@ def test_rendered_script_learns_saves_when_asked_and_resumes_when_requeued(clust
     assert read_ledger(run_dir).violations == ()
 
 
-def end_srun(env: dict[str, str], role: str) -> None:
-    """End the srun of a role as one that notices that its node is lost."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            is_ours = process.environ().get("SLURM_CONF") == env["SLURM_CONF"]
-            if is_ours and f"--job-name={role}" in process.cmdline():
-                process.kill()
+class Light:
+    """Light roles on three nodes of one cluster: servers on the first two, trainer and actor on the third."""
+
+    def __init__(self, folder: Path, env: dict[str, str]):
+        self.run_dir = folder / "run"
+        self.cluster = Cluster(env | {"PIPELINERL_HOSTS": "127.0.0.2,127.0.0.3,127.0.0.4"}, folder)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        program = folder / "program"
+        program.write_text(f'#!/bin/bash\nshift 2\nexec {sys.executable} {FAKES} launch "$@"\n')
+        program.chmod(0o755)
+        self.arguments = (
+            *("--config-name=quickstart", f"output_dir={self.run_dir}", f"model_path={folder / 'model'}"),
+            *("tiny_model=null", "finetune.max_train_steps=3", "world.cpu_slots=1", "world.actor_fraction=2"),
+            *("world.finetune_fraction=1", f"world.run_id={folder}", "launcher.node_timeout_s=20"),
+        )
+        self.cluster.submit(
+            render(Deployment(arguments=self.arguments, nodes=3, python=str(program), workdir=str(ROOT), name="light"))
+        )
+
+    def starts(self) -> list[str]:
+        path = self.run_dir / "environment.jsonl"
+        return [json.loads(line)["job"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until_started(self, times: int = 1) -> None:
+        jobs = ("actor_llm_0", "actor_llm_1", "actor_0", "finetune_0")
+        self.cluster.until(lambda: all(self.starts().count(job) == times for job in jobs), bad=ENDED)
+
+    def until_queued_again(self, name: str) -> None:
+        """Until the job runs again on all nodes, the lost one among them."""
+        cluster = self.cluster
+        cluster.until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", cluster.job), bad=ENDED)
+        cluster.until(lambda: "idle" in cluster.run("sinfo", "-h", "-N", "-n", name, "-o", "%t"), bad=ENDED)
+        cluster.run("scontrol", "update", f"JobId={cluster.job}", "StartTime=now")
+
+    def let_end(self) -> None:
+        (self.run_dir / "may_end").touch()
+        self.cluster.until(lambda: self.cluster.state == "COMPLETED", bad=ENDED)
 
 
-def test_lost_node_costs_no_restart_and_the_job_is_queued_again(tmp_path: Path) -> None:
-    """Every launch on a lost node fails at once. SLURM gives the node up only after SlurmdTimeout."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (tmp_path / "program").write_text(PROGRAM.format(run=run_dir))
-    (tmp_path / "program").chmod(0o755)
-    deployment = Deployment(
-        arguments=(f"output_dir={run_dir}",), nodes=2, python=str(tmp_path / "program"), workdir=str(ROOT), name="light"
+@pytest.fixture
+def light(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Light]:
+    with slurm(tmp_path / "slurm", 3, lost_after_s=LOST_AFTER_S) as env:
+        yield Light(tmp_path, env | {"FAKE_FINETUNE": request.param, "PYTHONPATH": str(ROOT)})
+
+
+holding = pytest.mark.parametrize("light", ["held"], indirect=True)
+
+
+@holding
+def test_run_goes_on_without_a_lost_node_of_servers(light: Light) -> None:
+    light.until_started()
+    lose_node(light.cluster.env, "n1")
+    light.cluster.until(lambda: "the run goes on without actor_llm_1" in light.cluster.output(), bad=ENDED)
+    light.cluster.until(lambda: "down" in light.cluster.run("sinfo", "-h", "-N", "-n", "n1", "-o", "%t"), bad=ENDED)
+    light.let_end()
+    assert "Restarts=0" in light.cluster.run("scontrol", "show", "job", light.cluster.job)
+    assert light.starts().count("finetune_0") == 1
+
+
+@holding
+@pytest.mark.parametrize("name", ["n0", "n2"])
+def test_job_is_queued_again_when_a_node_is_lost_that_the_run_needs(light: Light, name: str) -> None:
+    """The leading launcher and this script are on the first node, the trainer is on the last."""
+    light.until_started()
+    lose_node(light.cluster.env, name)
+    if name == "n2":  # what the others say is not in the script's output if that is lost itself
+        light.cluster.until(lambda: "node 2 (127.0.0.4) has been silent" in light.cluster.output(), bad=ENDED)
+        light.cluster.until(lambda: "asking SLURM to queue the job again" in light.cluster.output(), bad=ENDED)
+    light.cluster.until(
+        lambda: "Restarts=1" in light.cluster.run("scontrol", "show", "job", light.cluster.job), bad=ENDED
     )
+    with node_back(light.cluster.env, name):
+        light.until_queued_again(name)
+        light.until_started(times=2)
+        light.let_end()
 
-    def started() -> str:
-        return "".join(sorted((run_dir / "started").read_text().split())) if (run_dir / "started").exists() else ""
 
-    with slurm(tmp_path / "slurm", lost_after_s=LOST_AFTER_S) as env:
-        cluster = Cluster(env, tmp_path)
-        cluster.submit(render(deployment))
-        cluster.until(lambda: started() == "as", bad=("FAILED", "COMPLETED"))
-        lose_node(env, "n1")
-        end_srun(env, "actor_llm_0")
-        cluster.until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", cluster.job), bad=("FAILED",))
-        with node_back(env, "n1"):
-            cluster.until(lambda: "idle" in cluster.run("sinfo", "-h", "-N", "-n", "n1", "-o", "%t"), bad=("FAILED",))
-            cluster.run("scontrol", "update", f"JobId={cluster.job}", "StartTime=now")
-            cluster.until(lambda: started() == "aass", bad=("FAILED",))
-            (run_dir / "may_end").touch()
-            cluster.until(lambda: cluster.state == "COMPLETED", bad=("FAILED",))
-    assert "waiting up to 80 s for it, or until SLURM queues the job again" in cluster.output()
-    assert "restart 1" not in cluster.output()
+@pytest.mark.parametrize("light", ["refuse"], indirect=True)
+def test_run_that_fails_on_nodes_that_answer_is_not_queued_again(light: Light) -> None:
+    light.cluster.until(lambda: light.cluster.state in ENDED)
+    shown = light.cluster.run("scontrol", "show", "job", light.cluster.job)
+    assert [part in shown for part in ("JobState=FAILED", "Restarts=0", "ExitCode=1:0")] == [True] * 3
+    assert "the domain raised on every rollout" in light.cluster.output()
+
+
+@pytest.mark.parametrize("light", ["slow_save"], indirect=True)
+def test_time_limit_s_warning_has_the_trainer_save(light: Light) -> None:
+    """SIGTERM reaches the script, every launcher and every role at once."""
+    light.until_started()
+    light.cluster.until(lambda: "node 2 (127.0.0.4) is here" in light.cluster.output(), bad=ENDED)
+    light.cluster.run("scancel", "--batch", "--signal=TERM", light.cluster.job)
+    light.cluster.until(lambda: (light.run_dir / "saving").exists(), bad=ENDED)
+    (light.run_dir / "may_save").touch()
+    light.cluster.until(lambda: light.cluster.state in ENDED)
+    assert (light.run_dir / "saved").exists()
+    assert light.cluster.state == "FAILED"
+    assert "ExitCode=143:0" in light.cluster.run("scontrol", "show", "job", light.cluster.job)
+    assert "resumes" in light.cluster.output()

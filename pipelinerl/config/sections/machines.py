@@ -105,10 +105,9 @@ class StreamsSection(Section):
 class LauncherSection(Section):
     """Deadlines and restarts."""
 
-    engine: Literal["local", "ray", "external"] = key(
+    engine: Literal["local", "ray"] = key(
         "local",
-        "who starts the roles. Local = the launcher, on its node. Ray = actors of a Ray cluster. External = a "
-        "platform, from the run folder that the launcher has written",
+        "who starts the roles. Local = the launcher of their node. Ray = actors of a Ray cluster",
         may_change=True,
     )
     ray_address: str | None = key(

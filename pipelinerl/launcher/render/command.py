@@ -3,14 +3,10 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from pipelinerl.launcher.render import jobset, skypilot, slurm
+from pipelinerl.launcher.render import jobset, slurm
 from pipelinerl.launcher.render.deployment import Deployment
 
-TARGETS: Mapping[str, Callable[[Deployment], str]] = {
-    "slurm": slurm.render,
-    "jobset": jobset.render,
-    "skypilot": skypilot.render,
-}
+TARGETS: Mapping[str, Callable[[Deployment], str]] = {"slurm": slurm.render, "jobset": jobset.render}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,12 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="pipelinerl", help="of the job (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--gpu", default="H100", help="skypilot: accelerator (default: %(default)s)")
     parser.add_argument("--cpus-per-node", type=int, help="(default: what the plan's roles need on GPUs, else 8)")
     parser.add_argument("--hours", type=int, default=24, help="time limit (default: %(default)s)")
     parser.add_argument("--python", default="python", help="interpreter on the machines (default: %(default)s)")
     parser.add_argument("--workdir", default=".", help="folder on the machines in which roles start")
-    parser.add_argument("--image", default="", help="jobset, skypilot: the container's image")
+    parser.add_argument("--image", default="", help="jobset: the container's image")
     parser.add_argument("--extra-servers", type=int, default=0, help="jobset: servers that join the nodes' own")
     parser.add_argument("--nodes-per-server", type=int, default=1, help="jobset: pods of each of those servers")
     parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENT", help="of pipelinerl.launch")

@@ -32,8 +32,6 @@ class Deployment:
     name: str = "pipelinerl"
     nodes: int = 1
     gpus_per_node: int = 0
-    gpu: str = "H100"
-    """SkyPilot: name of the accelerator."""
     cpus_per_node: int | None = None
     """None = what the plan's roles need on a node with GPUs, and `CPUS` without."""
     hours: int = 24

@@ -108,7 +108,7 @@ REFUSED = {
         "streams__backend": "redis",
     },
     "existing_servers_come_with_rollouts": {"debug__existing_llms": ["http://127.0.0.1:8080"]},
-    "standalone_on_one_node": {"debug__mode": "actor", "launcher__engine": "external"},
+    "standalone_on_one_node": {"debug__mode": "actor", "launcher__engine": "ray"},
     "standalone_from_the_beginning": {"debug__mode": "servers", "resume": "checkpoint"},
     "evaluation_has_problems": {"debug__mode": "evaluation", "test_dataset_names": []},
     "subset_is_not_empty": {"train_subset": {"begin": 8, "end": 8}},
