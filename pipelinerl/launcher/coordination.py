@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +19,6 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
 from pipelinerl.launcher.losses import Decision
 from pipelinerl.launcher.peers import (
-    Meeting,
     PeerLauncher,
     PeerPlan,
     actors_done,
@@ -27,11 +26,9 @@ from pipelinerl.launcher.peers import (
     end_by_leader,
     ending_fields,
     how_to_meet,
-    is_leader_free,
-    is_rank_free,
+    is_free,
     lease_name,
     living_leader,
-    look_again,
     refusal_of,
     see_followers,
     status_lines,
@@ -39,18 +36,18 @@ from pipelinerl.launcher.peers import (
 )
 from pipelinerl.launcher.supervisor import Ending, PeerLaunchers, Supervisor
 from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
-from pipelinerl.membership.registration import Registration, new_incarnation
+from pipelinerl.membership.registration import LONGEST_PAUSE_S, Registration, new_incarnation
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError, StoreRefusedError
+from pipelinerl.membership.watch import LOOK_S
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
 LONGEST_LOOK_S = 10.0
 """One look at a store that is away counts for no more than this, so that a frozen launcher does not give up."""
 HEARD_S = 5.0
 """How long a launcher that ends waits until the others have seen it."""
-RIVAL_S = 6.0
-"""How long a leader looks whether the lease of another one is renewed. Launchers renew theirs every two seconds."""
+RIVAL_S = 3 * LONGEST_PAUSE_S
+"""How long a leader looks whether another one renews its lease, which a loaded machine may delay by one renewal."""
 
 
 class Coordination(PeerLaunchers):
@@ -78,12 +75,9 @@ class Coordination(PeerLaunchers):
         Raises:
             ConfigError: another launcher leads it.
         """
-        seen, deadline = Meeting(), time.monotonic() + RIVAL_S
-        while time.monotonic() < deadline:
-            seen, trouble = await self._look(seen)
-            if trouble or is_leader_free(seen):
+        async for seen, trouble in self._meetings(RIVAL_S):
+            if trouble or is_free(seen, rank=0):
                 return
-            await asyncio.sleep(LOOK_S)
 
     async def meet(self) -> LauncherNote:
         """Wait until the leader lives and this rank is free, take this rank, and return the leader's note.
@@ -95,47 +89,50 @@ class Coordination(PeerLaunchers):
             DeadlineError: the run did not start within `launcher.startup_timeout_s`.
             PipelineRLError: the leader has ended the run.
         """
-        peers, seen, told = self._peers, Meeting(), False
-        peer, deadline = peers.name_of(0), time.monotonic() + peers.startup_s
+        peers, told, trouble = self._peers, False, ""
+        peer = peers.name_of(0)
         self._say(f"waiting for the launcher of {peer}, whose lease comes to {peers.place}")
-        while time.monotonic() < deadline:
-            seen, trouble = await self._look(seen)
+        async for seen, away in self._meetings(peers.startup_s):
+            trouble = away
             leader = living_leader(seen)
             if leader is not None and leader[1].ending == "done":
                 return leader[1]
             if leader is not None and await self._may_follow(*leader, seen):
-                self._observed, self._leader = seen.observed, leader[0].incarnation
+                self._observed, self._leader = seen, leader[0].incarnation
                 self.take_part(follows=self._leader)
                 return leader[1]
             if leader is not None and not told:
                 told = True
                 self._say(f"waiting until the lease of the former {lease_name(peers.rank)} has run out")
-            await asyncio.sleep(LOOK_S)
         limit = f"launcher.startup_timeout_s={peers.startup_s:g} s"
         raise DeadlineError(
             f"{peer} did not start the run within {limit}: see its terminal; {how_to_meet(peers)}{trouble}"
         )
 
-    async def _look(self, seen: Meeting) -> tuple[Meeting, str]:
-        """Look at the leases. The text says why this was not possible."""
-        try:
-            leases = await asyncio.to_thread(self._store.leases)
-        except StoreRefusedError as error:
-            raise ConfigError(f"{error}: is {SECRET_VARIABLE} the same on all nodes?") from error
-        except StoreAwayError as error:
-            return seen, f"; {error}"
-        return look_again(seen, leases, time.monotonic()), ""
+    async def _meetings(self, limit_s: float) -> AsyncIterator[tuple[Observed, str]]:
+        """Look at the leases again and again for so long. The text says why that was not possible."""
+        seen, deadline = Observed(), time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            trouble = ""
+            try:
+                seen = observe(seen, await asyncio.to_thread(self._store.leases), time.monotonic())
+            except StoreRefusedError as error:
+                raise ConfigError(f"{error}: is {SECRET_VARIABLE} the same on all nodes?") from error
+            except StoreAwayError as error:
+                trouble = f"; {error}"
+            yield seen, trouble
+            await asyncio.sleep(LOOK_S)
 
-    async def _may_follow(self, lease: Lease, note: LauncherNote, seen: Meeting) -> bool:
+    async def _may_follow(self, lease: Lease, note: LauncherNote, seen: Observed) -> bool:
         """Whether this launcher may start now. It tells the leader if their configurations differ."""
         peers = self._peers
         if note.ending is not None:
             raise PipelineRLError(f"{peers.name_of(0)} ended the run: {note.reason or note.ending}")
-        is_free = is_rank_free(peers, seen, lease.incarnation)
+        has_rank = is_free(seen, peers.rank, lease.incarnation)
         refusal = refusal_of(peers, peers.rank, note)
         if refusal is None:
-            return is_free
-        if is_free and note.secret_mark == peers.mark:
+            return has_rank
+        if has_rank and note.secret_mark == peers.mark:
             refused = self._note(follows=lease.incarnation, ending="failed", reason=refusal)
             with contextlib.suppress(StoreAwayError):
                 await asyncio.to_thread(self._store.overwrite, self._lease(refused))

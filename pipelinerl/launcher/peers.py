@@ -18,12 +18,12 @@ from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.losses import Decision, Departure, LeaderLost, LeasesAway, NodeLost, decide
 from pipelinerl.launcher.supervisor import Ending
-from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
+from pipelinerl.membership.lease import LauncherNote, Lease, Observed
 from pipelinerl.world import WorldMap
 
 KIND = "launcher"
-LONGEST_LEASE_S = 86_400.0
 REASON_CHARS = 4000
+"""Of a reason in a lease, which all nodes read twice a second."""
 
 PeerLauncherState = Literal["awaited", "here"] | Departure
 FIRST_CAUSES: tuple[Departure, ...] = ("refused", "failed", "lost", "stopped", "done")
@@ -117,7 +117,7 @@ def plan_peers(
         mark=secret_mark(secret),
         place=place,
         startup_s=limits.startup_timeout_s,
-        silence_s=min(limits.node_timeout_s, LONGEST_LEASE_S),
+        silence_s=limits.node_timeout_s,
         away_s=limits.node_timeout_s + outage_s,
     )
 
@@ -136,64 +136,29 @@ def refusal_of(peers: PeerPlan, rank: int, note: LauncherNote) -> str | None:
     return None
 
 
-class Meeting(NamedTuple):
-    """What a follower that waits for the start has seen."""
-
-    observed: Observed = Observed()
-    first: Mapping[str, Lease] = {}
-    """Of each launcher, the first lease of its present incarnation."""
-
-
-def look_again(before: Meeting, leases: Mapping[str, Lease], now: float) -> Meeting:
-    """Return what the follower has seen after another look. ``now``: `time.monotonic`."""
-    first = {
-        name: old if (old := before.first.get(name)) and old.incarnation == lease.incarnation else lease
-        for name, lease in leases.items()
-        if lease.kind == KIND
-    }
-    return Meeting(observe(before.observed, leases, now), first)
+def living_leader(seen: Observed) -> tuple[Lease, LauncherNote] | None:
+    """Return the leader's lease if it was seen to be renewed. That of one that crashed never is."""
+    lease = seen.alive().get(LEADER)
+    if lease is None or lease.launcher is None or not seen.sightings[LEADER].is_renewed:
+        return None
+    return lease, lease.launcher
 
 
-def living_leader(seen: Meeting) -> tuple[Lease, LauncherNote] | None:
-    """Return the leader's lease if it was renewed since it was first seen. That of one that crashed never is."""
-    lease = _renewed(seen, LEADER) if LEADER in seen.observed.alive() else None
-    return None if lease is None or lease.launcher is None else (lease, lease.launcher)
+def is_free(seen: Observed, rank: int, follows: str = "") -> bool:
+    """Whether no launcher of this rank, of those that follow this leader, lives or has lived until just now.
 
-
-def is_rank_free(peers: PeerPlan, seen: Meeting, leader: str) -> bool:
-    """Whether no launcher with this follower's rank lives or has been alive until just now.
-
-    Raises:
-        ConfigError: one lives.
-    """
-    name = lease_name(peers.rank)
-    held = seen.observed.alive().get(name)
-    if held is None or held.launcher is None or held.launcher.follows != leader or held.launcher.ending is not None:
-        return True
-    if _renewed(seen, name):
-        raise ConfigError(f"another launcher with RANK={peers.rank} is running: give each node its own RANK")
-    return False
-
-
-def is_leader_free(seen: Meeting) -> bool:
-    """Whether no other launcher leads the run: none is there, or the last one has said how it ended.
+    Args:
+        follows: incarnation of the leader's lease. Empty for the leader's own rank.
 
     Raises:
         ConfigError: one lives, because it has renewed its lease.
     """
-    held = seen.observed.sightings.get(LEADER)
-    if held is None or held.lease.launcher is None or held.lease.launcher.ending is not None:
+    held = seen.alive().get(lease_name(rank))
+    if held is None or (note := held.launcher) is None or note.follows != follows or note.ending is not None:
         return True
-    if _renewed(seen, LEADER):
-        raise ConfigError("another launcher with RANK=0 is running this run: give each node its own RANK")
+    if seen.sightings[held.name].is_renewed:
+        raise ConfigError(f"another launcher with RANK={rank} is running this run: give each node its own RANK")
     return False
-
-
-def _renewed(seen: Meeting, name: str) -> Lease | None:
-    if name not in seen.first:
-        return None
-    lease = seen.observed.sightings[name].lease
-    return lease if lease.sequence > seen.first[name].sequence else None
 
 
 def with_vanished(observed: Observed, leases: Mapping[str, Lease]) -> dict[str, Lease]:

@@ -15,9 +15,9 @@ import msgspec
 
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import ConfigError, WorldError
-from pipelinerl.membership.joining import url_of
 from pipelinerl.world import Cluster, Job, Node, WorldMap
 from pipelinerl.world.cluster import LOOPBACK, count_visible_gpus
+from pipelinerl.world.map import url_of
 
 LOCAL_CPUS = 4096
 """CPUs that a cluster of this machine alone offers. Its roles share the cores, as with `launcher.engine=local`."""

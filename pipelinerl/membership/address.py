@@ -19,7 +19,7 @@ from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIAB
 from pipelinerl.config.paths import RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError
-from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError, StoreRefusedError
+from pipelinerl.membership.stores import FolderStore, LeaseStore, RedisStore, StoreAwayError, StoreRefusedError
 from pipelinerl.world.disk import replace_file
 from pipelinerl.world.map import WORLD_FILE, WorldMap
 from pipelinerl.world.tls import redis_options
@@ -83,10 +83,10 @@ def address_of(cfg: Config, run_dir: Path, world: WorldMap | None = None) -> Pat
 
 def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ) -> LeaseStore:
     """Open the store of the leases at an address. The redis password is taken from `env`."""
-    if isinstance(address, Path):
-        return FolderStore(address)
-    from pipelinerl.membership.redis import RedisStore
+    return FolderStore(address) if isinstance(address, Path) else redis_store(address, env)
 
+
+def redis_store(address: RedisAddress, env: Mapping[str, str] = os.environ) -> RedisStore:
     options = {"host": address.host, "port": address.port, "password": redis_password(env)}
     return RedisStore(options | (redis_options(env) if address.tls else {}), address.run_id)
 
@@ -97,11 +97,7 @@ def publish_run(address: RedisAddress, run_dir: Path) -> None:
     Raises:
         StoreAwayError: the server does not answer.
     """
-    from pipelinerl.membership.redis import RedisStore
-
-    store = open_store(address)
-    assert isinstance(store, RedisStore)
-    store.publish_documents({name: (run_dir / path).read_bytes() for name, path in DOCUMENTS.items()})
+    redis_store(address).publish_documents({name: (run_dir / path).read_bytes() for name, path in DOCUMENTS.items()})
 
 
 def refused_by(error: StoreRefusedError) -> ConfigError:
@@ -116,15 +112,12 @@ def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Pa
         ConfigError: the folder belongs to another run, or the server refuses this process's password.
         DeadlineError: within `wait_s` the server did not answer, or the run was not published.
     """
-    from pipelinerl.membership.redis import RedisStore
-
     mark = folder / RUN_ADDRESS
     if (folder / RUN_CONFIG).exists() and (
         not mark.is_file() or mark.read_text(encoding="utf-8").strip() != str(address)
     ):
         raise ConfigError(f"--run-dir {folder} belongs to another run than {address}: choose another folder")
-    store = open_store(address)
-    assert isinstance(store, RedisStore)
+    store = redis_store(address)
     deadline = time.monotonic() + wait_s
     reason = "it knows no such run"
     while True:

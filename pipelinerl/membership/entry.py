@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.config.load import load_run
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, LauncherSection
 from pipelinerl.config.servers import first_capacity
 from pipelinerl.errors import ConfigError, DeadlineError
-from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run, open_store, parse_address, refused_by
+from pipelinerl.membership.address import POLL_S, address_of, fetch_run, open_store, parse_address, refused_by
 from pipelinerl.membership.joining import JOINING, Whereabouts, claim_name, job_of, reach_of, split_name
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.registration import Registration, new_incarnation
@@ -94,7 +94,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
         name = part_name(name)
     is_claimed = name in JOINING
     if is_claimed:
-        name = _claim(name, world, store, incarnation, cfg.launcher.lease_ttl_s)
+        name = _claim(name, world, store, incarnation, cfg.launcher)
     peers = [] if isinstance(leases, Path) else [(leases.host, leases.port)]
     reach = reach_of(world, peers) if split_name(name)[0] in JOINING else ""
     job = job_of(name, world, cfg, place, reach)
@@ -115,16 +115,17 @@ def part_name(name: str) -> str:
     return PARTS[kind]
 
 
-def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_s: float) -> str:
-    deadline = time.monotonic() + WAIT_S
+def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, limits: LauncherSection) -> str:
+    deadline = time.monotonic() + limits.startup_timeout_s
     while True:
         try:
-            return claim_name(kind, world, store, incarnation, ttl_s)
+            return claim_name(kind, world, store, incarnation, limits.lease_ttl_s)
         except StoreRefusedError as error:
             raise refused_by(error) from error
         except StoreAwayError as error:
             if time.monotonic() > deadline:
-                raise DeadlineError(f"no name for a new {kind} within {WAIT_S:g} s: {error}") from error
+                limit = f"launcher.startup_timeout_s={limits.startup_timeout_s:g} s"
+                raise DeadlineError(f"no name for a new {kind} within {limit}: {error}") from error
             time.sleep(POLL_S)
 
 

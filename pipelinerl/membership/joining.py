@@ -1,5 +1,6 @@
 """The job of a role that the launcher did not place, or that runs at another place than planned."""
 
+import itertools
 import re
 import socket
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from pipelinerl.world.placement import PARTS
 JOINING = ("actor_llm", "preprocessor_llm", "verifier", *PARTS.values())
 """Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
 exactly `world.replicas`. Trainer ranks cannot, because they must all start together."""
-MAX_TRIES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +123,11 @@ def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, 
 
     Raises:
         StoreAwayError: the store does not answer.
-        WorldError: too many names are taken.
     """
     first = 1 + max((job.replica_idx for job in world.get(kind)), default=-1)
     taken = store.leases()
-    for number in range(first, first + MAX_TRIES):
-        name = f"{kind}_{number}"
-        lease = Lease(name=name, incarnation=incarnation, ttl_s=ttl_s)
-        if name not in taken and store.claim(lease):
-            return name
-    raise WorldError(f"{MAX_TRIES} names of {kind} are taken: remove old leases")
+    free = (name for number in itertools.count(first) if (name := f"{kind}_{number}") not in taken)
+    return next(name for name in free if store.claim(Lease(name=name, incarnation=incarnation, ttl_s=ttl_s)))
 
 
 def address_towards(host: str, port: int) -> str:

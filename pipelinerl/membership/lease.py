@@ -17,8 +17,9 @@ from pipelinerl.world import Job
 PROTOCOL = 1
 """Version of the HTTP protocol between roles. A role with another version is not used."""
 MAX_STEP_S = 2.0
+"""Four looks: no more silence is counted at once than an observer may miss on a loaded machine."""
 FORGET_AFTER = 10
-"""A lease that was not renewed for this many times its length is deleted."""
+"""A lease that was not renewed for this many times its length is deleted. Until then people see who is gone."""
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]+(_[a-z]+)*_[0-9]+$", max_length=64)]
 State = Literal["starting", "ready", "draining"]
@@ -56,7 +57,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Random identity of one process. A role that starts again has another."""
     sequence: Annotated[int, Meta(ge=0)] = 0
     """Rises with each renewal."""
-    ttl_s: Annotated[float, Meta(gt=0, le=86_400)]
+    ttl_s: Annotated[float, Meta(gt=0)]
     """The lease has run out once the sequence has not changed for this many seconds."""
     state: State = "starting"
     """A draining server takes no new requests and finishes those in progress."""
@@ -106,6 +107,8 @@ class Sighting(msgspec.Struct, frozen=True):
 
     lease: Lease
     changed_s: float
+    is_renewed: bool = False
+    """Whether its holder was seen to renew it, so that it is not left by a crash."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,13 +160,13 @@ def observe(before: Observed, leases: Mapping[str, Lease], now: float) -> Observ
     sightings: dict[str, Sighting] = {}
     for name, lease in leases.items():
         last = before.sightings.get(name)
-        stands_still = last is not None and _renewal(last.lease) == _renewal(lease)
-        sightings[name] = Sighting(lease, last.changed_s if last is not None and stands_still else clock_s)
+        if last is None or last.lease.incarnation != lease.incarnation:
+            sightings[name] = Sighting(lease, clock_s)
+        elif last.lease.sequence != lease.sequence:
+            sightings[name] = Sighting(lease, clock_s, is_renewed=True)
+        else:
+            sightings[name] = Sighting(lease, last.changed_s, last.is_renewed)
     return Observed(clock_s=clock_s, looked_at=now, sightings=sightings, known=before.known | sightings.keys())
-
-
-def _renewal(lease: Lease) -> tuple[str, int]:
-    return lease.incarnation, lease.sequence
 
 
 def count_parts(observed: Observed, address: str) -> int:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.membership.lease import Lease
-from pipelinerl.membership.redis import RedisStore
-from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError, StoreRefusedError
+from pipelinerl.membership.stores import FolderStore, LeaseStore, RedisStore, StoreAwayError, StoreRefusedError
 
 MINE = Lease(name="actor_llm_3", incarnation="mine", ttl_s=5.0)
 THEIRS = Lease(name="actor_llm_3", incarnation="theirs", ttl_s=5.0)

@@ -11,18 +11,15 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.losses import Decision
 from pipelinerl.launcher.peers import (
     LEADER,
-    Meeting,
     PeerLauncher,
     PeerPlan,
     actors_done,
     end_by_followers,
     end_by_leader,
     ending_fields,
-    is_leader_free,
-    is_rank_free,
+    is_free,
     lease_name,
     living_leader,
-    look_again,
     plan_peers,
     refusal_of,
     see_followers,
@@ -132,25 +129,25 @@ def test_plan_without_a_secret_is_refused() -> None:
 
 
 def test_follower_believes_a_leader_once_its_lease_was_renewed() -> None:
-    seen = look_again(Meeting(), held(lease(0, 7)), 0.0)
+    seen = observe(Observed(), held(lease(0, 7)), 0.0)
     assert living_leader(seen) is None
-    assert living_leader(look_again(seen, held(lease(0, 7)), 1.0)) is None, "a lease that a crashed launch has left"
-    found = living_leader(look_again(seen, held(lease(0, 8)), 1.0))
+    assert living_leader(observe(seen, held(lease(0, 7)), 1.0)) is None, "a lease that a crashed launch has left"
+    found = living_leader(observe(seen, held(lease(0, 8)), 1.0))
     assert found is not None
     assert found[0].incarnation == "boss"
 
 
 def test_follower_does_not_take_the_change_of_a_leader_for_a_renewal() -> None:
-    seen = look_again(Meeting(), held(lease(0, 7, "old")), 0.0)
-    seen = look_again(seen, held(lease(0, 9, "new")), 1.0)
+    seen = observe(Observed(), held(lease(0, 7, "old")), 0.0)
+    seen = observe(seen, held(lease(0, 9, "new")), 1.0)
     assert living_leader(seen) is None
-    assert living_leader(look_again(seen, held(lease(0, 10, "new")), 2.0)) is not None
+    assert living_leader(observe(seen, held(lease(0, 10, "new")), 2.0)) is not None
 
 
 def test_launcher_lease_without_a_note_leads_nobody() -> None:
     bare = msgspec.structs.replace(lease(0), launcher=None)
-    seen = look_again(Meeting(), held(bare), 0.0)
-    assert living_leader(look_again(seen, held(msgspec.structs.replace(bare, sequence=9)), 1.0)) is None
+    seen = observe(Observed(), held(bare), 0.0)
+    assert living_leader(observe(seen, held(msgspec.structs.replace(bare, sequence=9)), 1.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -158,31 +155,31 @@ def test_launcher_lease_without_a_note_leads_nobody() -> None:
 )
 def test_rank_without_a_living_holder_is_free(own: Lease | None) -> None:
     leases = held(lease(0), *([own] if own else []))
-    assert is_rank_free(make_peers(1), look_again(Meeting(), leases, 0.0), "boss")
+    assert is_free(observe(Observed(), leases, 0.0), 1, "boss")
 
 
 def test_rank_of_a_killed_launcher_is_free_when_its_lease_has_run_out() -> None:
-    seen = Meeting()
+    seen = Observed()
     for second in range(int(TTL_S) + 1):
-        assert (second < 1) or not is_rank_free(make_peers(1), seen, "boss")
-        seen = look_again(seen, held(lease(0, second), lease(1)), float(second))
-    assert is_rank_free(make_peers(1), seen, "boss")
+        assert (second < 1) or not is_free(seen, 1, "boss")
+        seen = observe(seen, held(lease(0, second), lease(1)), float(second))
+    assert is_free(seen, 1, "boss")
 
 
 def test_rank_of_a_living_launcher_is_refused() -> None:
-    seen = look_again(look_again(Meeting(), held(lease(1, 1)), 0.0), held(lease(1, 2)), 1.0)
+    seen = observe(observe(Observed(), held(lease(1, 1)), 0.0), held(lease(1, 2)), 1.0)
     with pytest.raises(ConfigError, match=says("launcher", "RANK=1", "running")):
-        is_rank_free(make_peers(1), seen, "boss")
+        is_free(seen, 1, "boss")
 
 
 def test_leaders_place_is_free_unless_another_one_renews_its_lease() -> None:
-    assert is_leader_free(look_again(Meeting(), held(lease(1)), 0.0))
-    assert is_leader_free(look_again(Meeting(), held(lease(0, ending="failed")), 0.0))
-    seen = look_again(Meeting(), held(lease(0, 7)), 0.0)
-    assert not is_leader_free(seen)
-    assert not is_leader_free(look_again(seen, held(lease(0, 7)), 1.0)), "perhaps of a killed one: look again"
+    assert is_free(observe(Observed(), held(lease(1)), 0.0), 0)
+    assert is_free(observe(Observed(), held(lease(0, ending="failed")), 0.0), 0)
+    seen = observe(Observed(), held(lease(0, 7)), 0.0)
+    assert not is_free(seen, 0)
+    assert not is_free(observe(seen, held(lease(0, 7)), 1.0), 0), "perhaps of a killed one: look again"
     with pytest.raises(ConfigError, match=says("launcher", "RANK=0", "running")):
-        is_leader_free(look_again(seen, held(lease(0, 8)), 1.0))
+        is_free(observe(seen, held(lease(0, 8)), 1.0), 0)
 
 
 def test_launchers_that_do_not_fit_are_told_why() -> None:

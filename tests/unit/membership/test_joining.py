@@ -148,15 +148,15 @@ class Refusing:
     leases = claim = documents
 
 
-def test_password_that_is_refused_ends_the_wait_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "open_store", lambda where: Refusing())
-    monkeypatch.setattr("pipelinerl.membership.redis.RedisStore", Refusing)
+def test_password_that_is_refused_ends_the_wait_at_once(
+    cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address, "redis_store", lambda where: Refusing())
     said = says("refuses the password", "PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD")
     with pytest.raises(ConfigError, match=said):
         fetch_run(RedisAddress("h", 1, "x"), tmp_path, wait_s=0.0)
-    monkeypatch.setattr(entry, "WAIT_S", 0.0)
     with pytest.raises(ConfigError, match=said):
-        entry._claim("actor_llm", world(), Refusing(), "a", 5.0)  # type: ignore[arg-type]
+        entry._claim("actor_llm", world(), Refusing(), "a", cfg.launcher)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

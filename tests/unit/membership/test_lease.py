@@ -1,7 +1,6 @@
 """What an observer concludes from leases, by hand: no thread, no clock but the given numbers."""
 
 from pipelinerl.membership.lease import (
-    MAX_STEP_S,
     PROTOCOL,
     Lease,
     LiveServer,
@@ -37,6 +36,12 @@ def test_lease_that_is_not_renewed_runs_out_after_its_length() -> None:
     assert looks(*every_second(100.0, 10, held)).alive() == {}
 
 
+def test_lease_is_deleted_when_it_was_not_renewed_for_ten_times_its_length() -> None:
+    held = {"actor_llm_0": lease()}
+    assert looks(*every_second(100.0, 99, held)).forgotten() == []
+    assert looks(*every_second(100.0, 100, held)).forgotten() == [lease()]
+
+
 def test_lease_that_is_renewed_holds_for_ever() -> None:
     observed = looks(*[(100.0 + 5 * i, {"actor_llm_0": lease(sequence=i)}) for i in range(40)])
     assert observed.silent_s("actor_llm_0") == 0.0
@@ -51,7 +56,7 @@ def test_restarted_role_has_a_new_lease_whatever_its_sequence() -> None:
 def test_no_lease_runs_out_while_nobody_can_look() -> None:
     held = {"actor_llm_0": lease()}
     observed = looks((100.0, held), (100_000.0, held))
-    assert observed.silent_s("actor_llm_0") == MAX_STEP_S
+    assert observed.silent_s("actor_llm_0") == 2.0
     assert observed.alive() == held
 
 
