@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.actor.evaluation import TestProblem
-from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
+from pipelinerl.actor.evaluation import EvaluationRules, Evaluator, TestProblem
 from pipelinerl.actor.failures import DomainErrors
 from pipelinerl.actor.groups import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.loop import ActorLoop
@@ -14,7 +13,7 @@ from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.actor.pacing import Pacing
 from pipelinerl.actor.problems import Place, ProblemSource
-from pipelinerl.actor.resume import ActorProgress
+from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.membership.lease import LiveServer
@@ -127,7 +126,8 @@ def evaluator_of(
         rules=rules,
         domains=domains,
         actor=0,
-        topics=EvaluationTopics(announce=lambda m: announced.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
+        announce=lambda m: announced.append(m) or 0,  # type: ignore[func-returns-value]
+        publish=lambda record: 0,
         table=table,
     )
 

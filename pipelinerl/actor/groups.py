@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipelinerl.actor.images import describe_value
-from pipelinerl.actor.messages import Failure, StartGroup
+from pipelinerl.actor.messages import Failure, StartGroup, describe_value
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.pacing import Pacing, counted, furthest_behind
 from pipelinerl.actor.problems import Place
+from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.publish_gate import newest_used
-from pipelinerl.actor.resume import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pipelinerl.actor import failures
-from pipelinerl.actor.evaluator import Evaluator, TestWork
+from pipelinerl.actor.evaluation import Evaluator, TestWork
 from pipelinerl.actor.groups import TrainingGroup, TrainingGroups
 from pipelinerl.actor.messages import Failure, Servers
 from pipelinerl.actor.metrics import ActorMetrics, Reporter

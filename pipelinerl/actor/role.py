@@ -2,20 +2,18 @@
 
 import logging
 import time
-from collections.abc import Sequence
 
 from pipelinerl.actor.answer_journal import AnswerJournal
 from pipelinerl.actor.drops import DropListener
-from pipelinerl.actor.evaluation import TestProblem
-from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
+from pipelinerl.actor.evaluation import EvaluationRules, Evaluator, TestProblem
 from pipelinerl.actor.failures import DomainErrors
 from pipelinerl.actor.groups import GroupRules, TrainDomain, TrainingGroups
-from pipelinerl.actor.journal import TopicJournal
 from pipelinerl.actor.loop import ActorLoop
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.actor.pacing import Pacing
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.resume import ActorProgress, await_trainer, earlier_evaluations, order_resumed
+from pipelinerl.actor.progress import ActorProgress, TopicJournal
+from pipelinerl.actor.resume import begin_again
 from pipelinerl.actor.sampling import make_sampler
 from pipelinerl.actor.setup import request_limits
 from pipelinerl.actor.without_trainer import ONLY_VERSION, OneVersion
@@ -31,7 +29,6 @@ from pipelinerl.records import ActorRecord, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
-from pipelinerl.streams.epoch import lost_folder, read_epoch
 from pipelinerl.utils import is_healthy
 from pipelinerl.world.process import raise_open_files
 
@@ -46,9 +43,18 @@ def run(context: RoleContext) -> None:
     view = context.server_view
     domains = train_domains(cfg)
     wait_for_environments(context)
-    progress = ActorProgress(
-        problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling, cfg.finetune.batch_unit
-    )
+    sources = {
+        domain.name: ProblemSource(
+            num_problems=len(domain.problems),
+            seed=cfg.seed,
+            name=domain.name,
+            actor=replica,
+            num_actors=cfg.world.replicas,
+            sampler=make_sampler(cfg, domain.name, domain.problems, replica),
+        )
+        for domain in domains
+    }
+    progress = ActorProgress(sources, cfg.finetune.rl.no_positive_resampling, cfg.finetune.batch_unit)
     trainer = make_trainer(context, progress)
     trainer.start_listening()
     drops = DropListener(run_dir, replica)
@@ -77,7 +83,11 @@ def run(context: RoleContext) -> None:
                 table=table,
                 training=TrainingGroups(
                     domains=domains,
-                    rules=group_rules(cfg),
+                    rules=GroupRules(
+                        attempts=cfg.attempts,
+                        max_failed_rollouts=cfg.actor.max_failed_rollouts_per_group,
+                        max_reissues=cfg.actor.max_group_reissues,
+                    ),
                     pacing=make_pacing(cfg, replica),
                     progress=progress,
                     journal=journal,
@@ -132,40 +142,6 @@ def wait_for_environments(context: RoleContext) -> None:
                 pass
 
 
-def begin_again(
-    context: RoleContext,
-    trainer: TrainerState,
-    journal: TopicJournal,
-    groups: TopicWriter[ActorRecord],
-    evaluations: TopicWriter[EvaluationMessage],
-) -> bool:
-    """On new streams, adopts the trainer's checkpoint and copies the evaluations before it.
-
-    Returns False if a stop is requested first.
-    """
-    epoch, cfg, replica = read_epoch(context.run_dir), context.cfg, context.job.replica_idx
-    if epoch.number == 1 or groups.next_offset:
-        return True
-    message = await_trainer(context, trainer)
-    if message is None:
-        return False
-    lost = lost_folder(context.run_dir, epoch.number - 1)
-    if not replica and not evaluations.next_offset:
-        for evaluation in earlier_evaluations(lost, message.step):
-            evaluations.write(evaluation)
-    record = order_resumed(
-        message,
-        lost,
-        job=context.job.name,
-        actor=replica,
-        num_actors=cfg.world.replicas,
-        batch_size=cfg.batch_size,
-    )
-    journal.begin(record)
-    log.info("event=streams_renewed epoch=%d step=%d", epoch.number, message.step)
-    return True
-
-
 def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     """Warns if the system's limit on open files allows fewer concurrent requests than the configuration asks for."""
     limit = raise_open_files()
@@ -190,21 +166,6 @@ def train_domains(cfg: Config) -> list[TrainDomain]:
         domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems))
         log.info("event=problems_loaded domain=%s train=%d", section.name, len(problems))
     return domains
-
-
-def problem_sources(cfg: Config, domains: Sequence[TrainDomain], replica: int) -> dict[str, ProblemSource]:
-    """Makes the source of each domain's problems, in this actor's order."""
-    return {
-        domain.name: ProblemSource(
-            num_problems=len(domain.problems),
-            seed=cfg.seed,
-            name=domain.name,
-            actor=replica,
-            num_actors=cfg.world.replicas,
-            sampler=make_sampler(cfg, domain.name, domain.problems, replica),
-        )
-        for domain in domains
-    }
 
 
 def test_problems(cfg: Config) -> list[TestProblem]:
@@ -235,31 +196,20 @@ def make_evaluator(
     last = evaluations.last()
     return Evaluator(
         problems=test_problems(cfg) if replica == 0 else [],
-        rules=evaluation_rules(cfg),
+        rules=EvaluationRules(
+            every_n_versions=cfg.eval_every_n_versions,
+            at_start=cfg.eval.at_start,
+            at_end=cfg.eval.at_end,
+            attempts=cfg.eval.attempts,
+            timeout_s=cfg.eval.timeout_s,
+            max_repeats=cfg.actor.max_group_reissues,
+        ),
         domains=[domain.section.name for domain in domains_of(cfg)],
         actor=replica,
-        topics=EvaluationTopics(announce=evaluations.write, publish=test_groups.write),
+        announce=evaluations.write,
+        publish=test_groups.write,
         table=table,
         last=last[1] if last else None,
-    )
-
-
-def group_rules(cfg: Config) -> GroupRules:
-    return GroupRules(
-        attempts=cfg.attempts,
-        max_failed_rollouts=cfg.actor.max_failed_rollouts_per_group,
-        max_reissues=cfg.actor.max_group_reissues,
-    )
-
-
-def evaluation_rules(cfg: Config) -> EvaluationRules:
-    return EvaluationRules(
-        every_n_versions=cfg.eval_every_n_versions,
-        at_start=cfg.eval.at_start,
-        at_end=cfg.eval.at_end,
-        attempts=cfg.eval.attempts,
-        timeout_s=cfg.eval.timeout_s,
-        max_repeats=cfg.actor.max_group_reissues,
     )
 
 

@@ -17,7 +17,7 @@ POLL_S = 0.5
 
 
 class OneVersion:
-    """What the actor reads of the trainer (`loop.TrainerNews`): `ONLY_VERSION`, until enough rollouts are made.
+    """What the actor reads of the trainer (`loop.TrainerView`): `ONLY_VERSION`, until enough rollouts are made.
 
     Args:
         servers: returns this actor's servers with a valid lease, by name.

@@ -21,9 +21,10 @@ import msgspec
 
 from pipelinerl.actor.connection import WorkerConnection
 from pipelinerl.actor.growth import FOLLOW_S
-from pipelinerl.actor.images import unpack_pictures
 from pipelinerl.actor.loop_watchdog import LoopWatchdog
 from pipelinerl.actor.messages import (
+    FROM_WORKER,
+    TO_WORKER,
     Cancel,
     FromWorker,
     Ready,
@@ -31,11 +32,10 @@ from pipelinerl.actor.messages import (
     Servers,
     StartGroup,
     Stop,
-    ToWorker,
     WorkerFailed,
+    unpack_pictures,
 )
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.streams.codec import Codec
 from pipelinerl.world.tls import client_context
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_to_worker: Codec[ToWorker] = Codec(ToWorker)
-_from_worker: Codec[FromWorker] = Codec(FromWorker)
 BEAT_S = 2.0
 
 
@@ -90,7 +88,7 @@ async def _live(run_dir: Path, job_name: str, sock: socket.socket, name: str) ->
     connection = await WorkerConnection.open(sock)
 
     async def send(message: FromWorker) -> None:
-        await connection.send(_from_worker.encode(message))
+        await connection.send(FROM_WORKER.encode(message))
 
     try:
         await _serve(run_dir, job_name, connection, send, name)
@@ -150,7 +148,7 @@ async def _serve(
         watchdog.start()
         following = tasks.create_task(_follow(client, executor, watchdog, send))
         async for payload in connection.messages():
-            match _to_worker.decode(payload):
+            match TO_WORKER.decode(payload):
                 case Servers() as servers:
                     executor.servers.update(
                         servers.urls, servers.serving, servers.probes_missed, servers.draining, servers.capacities

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipelinerl.actor.connection import ActorConnection
-from pipelinerl.actor.images import pack_pictures
 from pipelinerl.actor.messages import (
+    FROM_WORKER,
+    TO_WORKER,
     Cancel,
     Failure,
     FromWorker,
@@ -34,16 +33,14 @@ from pipelinerl.actor.messages import (
     Stop,
     ToWorker,
     WorkerFailed,
+    encode_start,
 )
 from pipelinerl.actor.worker import worker_main
-from pipelinerl.errors import DomainError, StreamError
+from pipelinerl.errors import DomainError
 from pipelinerl.records import Rollout
-from pipelinerl.streams.codec import Codec
 
 log = logging.getLogger(__name__)
 
-_to_worker: Codec[ToWorker] = Codec(ToWorker)
-_from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
 PAUSE_S = 5.0
 """After a longer pause between two polls, an old heartbeat may only mean that the whole machine stood still. The time
@@ -219,7 +216,7 @@ class RolloutWorkers:
             payloads = worker.connection.receive()
         except (EOFError, OSError):
             return [self._replace(worker)]
-        results = [self._handle_message(worker, _from_worker.decode(payload)) for payload in payloads]
+        results = [self._handle_message(worker, FROM_WORKER.decode(payload)) for payload in payloads]
         return [result for result in results if result is not None]
 
     def _handle_message(self, worker: _Worker, message: FromWorker) -> GroupFinished | None:
@@ -266,7 +263,7 @@ class RolloutWorkers:
         worker.connection.close()
 
     def _send(self, worker: _Worker, message: ToWorker) -> None:
-        self._send_bytes(worker, _to_worker.encode(message))
+        self._send_bytes(worker, TO_WORKER.encode(message))
 
     def _send_bytes(self, worker: _Worker, payload: bytes) -> None:
         with contextlib.suppress(OSError):  # a dead worker is noticed in poll
@@ -283,15 +280,3 @@ class RolloutWorkers:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.connection.has_outgoing else 0)
         if self._selector.get_key(worker.connection).events != events:
             self._selector.modify(worker.connection, events, worker)
-
-
-def encode_start(start: StartGroup) -> bytes:
-    """Encodes the message. Raises ``DomainError`` if the problem holds values that are not plain data."""
-    try:
-        return _to_worker.encode(msgspec.structs.replace(start, problem=pack_pictures(start.problem)))
-    except StreamError as error:
-        keys = {key: type(value).__name__ for key, value in start.problem.items()}
-        raise DomainError(
-            f"a problem holds a value that cannot be sent to a worker ({error}); its fields: {keys}; "
-            "problems must consist of strings, numbers, lists, dicts and numpy arrays"
-        ) from error

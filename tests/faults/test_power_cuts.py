@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from pipelinerl import state
-from pipelinerl.actor.journal import TopicJournal
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.resume import ActorProgress
+from pipelinerl.actor.progress import ActorProgress, TopicJournal
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters, newest_whole

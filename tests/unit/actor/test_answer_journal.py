@@ -27,10 +27,9 @@ from pipelinerl.actor.answer_journal import (
     request_key,
 )
 from pipelinerl.actor.executor import Executor, RolloutRules
-from pipelinerl.actor.journal import TopicJournal
 from pipelinerl.actor.messages import GroupFinished, StartGroup
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.resume import ActorProgress
+from pipelinerl.actor.progress import ActorProgress, TopicJournal
 from pipelinerl.actor.router import Client, GroupRoute, RequestLimits
 from pipelinerl.actor.servers import ServerLoads
 from pipelinerl.async_llm import llm_async_generate, make_training_text

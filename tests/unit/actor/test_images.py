@@ -10,9 +10,7 @@ import pytest
 from PIL import Image
 
 from pipelinerl.actor.groups import problem_text
-from pipelinerl.actor.images import PICTURE, pack_pictures, unpack_pictures
-from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.worker_pool import encode_start
+from pipelinerl.actor.messages import PICTURE, StartGroup, encode_start, pack_pictures, unpack_pictures
 from pipelinerl.errors import DomainError
 from tests.says import says
 from tests.vision import picture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
-from pipelinerl.actor.resume import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import CorruptStreamError, DomainError
 from pipelinerl.records import GroupDropped, RolloutGroup
 from tests.actor_stage import ended_group

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource
-from pipelinerl.actor.resume import ActorProgress, earlier_evaluations, load_snapshot, order_resumed, save_snapshot
+from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.actor.resume import earlier_evaluations, order_resumed
 from pipelinerl.records import DataOrder, EvaluationDone, GroupDropped, TrainingResumed
 from pipelinerl.records.order import DomainOrder, OrderFold
 from pipelinerl.streams.epoch import EVALUATIONS_FILE

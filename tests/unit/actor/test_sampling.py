@@ -13,7 +13,8 @@ import pytest
 
 from pipelinerl.actor import sampling
 from pipelinerl.actor.problems import Place, ProblemSource
-from pipelinerl.actor.resume import ActorProgress, load_snapshot, order_resumed, save_snapshot
+from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.actor.resume import order_resumed
 from pipelinerl.actor.sampling import Pool, ProblemSampler, try_sampler
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import DomainError
