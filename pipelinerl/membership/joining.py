@@ -45,10 +45,11 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
         reach: this machine's address for other roles, if ``place`` has none.
 
     Raises:
+        ConfigError: the server's devices cannot be divided by its nodes.
         WorldError: there is no such job, and its kind cannot join.
     """
     if place.span is not None:
-        check_span(place.span, cfg)
+        devices_per_node(cfg, place.span.nodes)
     found = next((job for job in world.jobs if job.name == name), None)
     if found is not None:
         found = msgspec.structs.replace(found, span=place.span or found.span)
@@ -89,27 +90,16 @@ def read_span(nodes: int, node: int, meet: str | None) -> Span | None:
     """Return the part of a server that a command line names. None: the role is on one node.
 
     Raises:
-        ConfigError: there is no address where the nodes meet, or it is none.
+        ConfigError: there is no address where the nodes meet, or no such node.
     """
     if nodes == 1 and node == 0 and meet is None:
         return None
     host, _, port = (meet or "").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"--meet {meet}: a server on several nodes needs HOST:PORT, its node 0 and a free port there")
+    if nodes < 2 or not 0 <= node < nodes:
+        raise ConfigError(f"--node {node} of --nodes {nodes}: give at least 2 nodes, and one of 0 … nodes - 1")
     return Span(nodes=nodes, node=node, host=host, port=int(port))
-
-
-def check_span(span: Span, cfg: Config) -> None:
-    """Refuse a part of a server that cannot be one.
-
-    Raises:
-        ConfigError: the node's number is none of the server's, or the server's devices cannot be divided by the nodes.
-    """
-    if span.nodes < 2 or not 0 <= span.node < span.nodes:
-        raise ConfigError(
-            f"--node {span.node} of --nodes {span.nodes}: give at least 2 nodes, and one of 0 … nodes - 1"
-        )
-    devices_per_node(cfg, span.nodes)
 
 
 def split_name(name: str) -> tuple[str, int | None]:
