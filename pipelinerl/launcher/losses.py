@@ -17,6 +17,7 @@ from pipelinerl.membership.role import EXIT_DISK_FULL, EXIT_FAILED, EXIT_LEFT
 from pipelinerl.world.placement import SERVER_KINDS
 
 MAX_BACKOFF_S = 30.0
+"""What a restart waits for (a port, memory of the last process, a mount) comes within this, or not by waiting."""
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
 """Kinds whose exit code 0 means done. All other kinds serve until the launcher stops them."""
 FIXED = ("redis", "verifier", "environment")

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 FREED_BYTES = 64 * 2**20
 """So much more free space ends the wait of a role whose disk was full."""
 TRY_AGAIN_S = 60.0
+"""What a role writes may lie on another disk, whose space nobody watches."""
 SPACE_POLL_S = 1.0
 
 

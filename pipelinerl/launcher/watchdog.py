@@ -80,6 +80,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
 STACKS_GRACE_S = 0.5
+"""A live process writes its stacks in some ten milliseconds. One that is frozen writes none."""
 
 
 class Watchdog:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import redis
 
 _REPLY_KEPT_S = 120
+"""A reply that nobody fetched, because its reader or writer has ended, is deleted after this."""
 _WAIT_S = 0.25
 """Longest wait for a request to sync, and between two looks at a server that does not answer."""
 

@@ -20,7 +20,14 @@ from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 2.0
+"""As an observer counts silence (`lease.MAX_STEP_S`), and a request to leave is seen as soon."""
 RENEWALS_PER_LEASE = 4
+"""Three renewals in a row may come too late before a lease runs out."""
+
+
+def pause_s(ttl_s: float) -> float:
+    """Seconds between two renewals of a lease of this length."""
+    return min(LONGEST_PAUSE_S, ttl_s / RENEWALS_PER_LEASE)
 
 
 class Registration:
@@ -93,7 +100,6 @@ class Registration:
             self._store.remove(self._lease)
 
     def _run(self) -> None:
-        pause_s = min(LONGEST_PAUSE_S, self._lease.ttl_s / RENEWALS_PER_LEASE)
         while not self._closed.is_set():
             life = self._life()
             changed = self._changed.is_set()
@@ -102,7 +108,7 @@ class Registration:
                 self._last_life = life
                 if not self._renew():
                     return
-            self._changed.wait(pause_s)
+            self._changed.wait(pause_s(self._lease.ttl_s))
 
     def _renew(self) -> bool:
         """Write the lease. Returns False if the name belongs to another process."""

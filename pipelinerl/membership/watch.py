@@ -18,6 +18,7 @@ from pipelinerl.world import Job
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+"""Far less than a server takes to start, and two small reads a second of each process."""
 
 
 class ServerView(Protocol):

@@ -19,6 +19,7 @@ from pipelinerl.errors import WorldError
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
+"""torchrun's own."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ KILL_S = 5.0
 """A process that SIGKILL does not end in this time waits in the kernel for ever, or belongs to another user."""
 POLL_S = 0.02
 LONGEST_WAIT_S = 3600.0
+"""Of one call, which takes no infinity."""
 NOT_STARTED = 127
 
 

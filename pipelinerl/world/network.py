@@ -20,6 +20,14 @@ import psutil
 
 from pipelinerl.errors import WorldError
 
+MAX_LOOK_UPS = 64
+"""Threads that wait for a name server at the same time."""
+LOWEST_PORT = 15000
+"""Services of a machine (databases, Ray, dashboards) have lower ones by convention."""
+DEFAULT_EPHEMERAL_START = 32768
+"""Linux's default. Ports that every node must choose alike end here, whatever a node has set."""
+LARGEST_PORT = 65535
+
 
 def interface_of(hostname: str) -> str | None:
     """Name of the local interface that has the address of ``hostname``. None if no interface of this node has it."""
@@ -66,12 +74,6 @@ def listen_address(hostname: str) -> str:
         address for address in found if address in local and (given or not ipaddress.ip_address(address).is_loopback)
     ]
     return mine[0] if mine else ""
-
-
-MAX_LOOK_UPS = 64
-LOWEST_PORT = 15000
-DEFAULT_EPHEMERAL_START = 32768
-LARGEST_PORT = 65535
 
 
 def is_port_free(host: str, port: int) -> bool:

@@ -30,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 RESERVED_FILES = 256
 """Open files of a worker that are not connections: logs, libraries, data sets, files of a domain."""
 MIN_CONNECTIONS = 16
+"""Below it the start is refused: a worker would play one group after the other."""
 MAX_OPEN_FILES = 2**20
 """More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
 

@@ -20,6 +20,7 @@ from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, w
 from pipelinerl.world import Cluster, Job, Node, map_world
 
 CPUS = 8
+"""Of a node without GPUs: its slots share what it has."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 

@@ -21,6 +21,7 @@ REDIS_PORT = 15000
 MEET_PORT = 15100
 """Where the workers of a server on several nodes meet, on its first pod."""
 MAX_RESTARTS = 10
+"""Of all pods. JobSet does not tell a lost node from a failed run, which ends soon again."""
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.membership.lease import Lease
-from pipelinerl.membership.registration import Registration
+from pipelinerl.membership.registration import Registration, pause_s
 from pipelinerl.membership.stores import FolderStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
 
@@ -40,6 +40,10 @@ def register(store: FolderStore) -> Iterator[Callable[..., Registration]]:
     yield make
     for registration in started:
         registration.close()
+
+
+def test_lease_is_renewed_four_times_in_its_length_and_every_two_seconds_at_least() -> None:
+    assert [pause_s(ttl_s) for ttl_s in (2.0, 8.0, 60.0)] == [0.5, 2.0, 2.0]
 
 
 def test_lease_is_renewed_while_the_role_lives_and_given_back_at_the_end(store, register) -> None:
