@@ -93,7 +93,7 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a run. While it goes on, of what checks of single attempts read nothing is."""
+    """What is known of a run. While it goes on, nothing of its evaluations and single attempts."""
 
     cfg: Config
     series: Series = field(default_factory=Series)
