@@ -6,7 +6,7 @@ opened the streams (`reading.look_into`). The run may be alive, finished or kill
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -88,19 +88,6 @@ class SeenRollout:
         return self.rollout.sequences[-1].finish_reason if self.rollout.sequences else "nothing was sampled"
 
 
-@dataclass
-class _Outcomes:
-    """(outcome, step) of each sample according to topic `preprocessor`."""
-
-    by_sample: dict[str, tuple[str, int]] = field(default_factory=dict)
-
-    def add(self, progress: PreprocessorProgress) -> None:
-        for sample_id, reason in progress.dropped_sample_ids:
-            self.by_sample[sample_id] = (reason, progress.step)
-        for sample_id in progress.packed_sample_ids:
-            self.by_sample[sample_id] = (TRAINED, progress.step - 1)
-
-
 def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) -> Iterator[SeenRollout]:
     """Yield each training rollout once, by step and then those without one. ``step``: only those of one step."""
     scores = read_scored_sequences(run_dir, step)
@@ -111,18 +98,24 @@ def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) 
             if step in (None, number):
                 yield from_archive(found, number, scores)
     for replica in range(replicas):
-        outcomes = _Outcomes()
-        with open_reader(
-            SingleStreamSpec(run_dir, topics.PREPROCESSOR, replica), PreprocessorProgress, name=None
-        ) as reader:
-            for _, progress in reader.read_all():
-                outcomes.add(progress)
+        outcomes = _outcomes(run_dir, replica)
         for group in _groups(run_dir, topics.ACTOR, replica):
             for rollout in group.rollouts:
                 name = f"{group.group_id}/{rollout.attempt}"
-                outcome, number_or_none = outcomes.by_sample.get(name, (QUEUED, None))
+                outcome, number_or_none = outcomes.get(name, (QUEUED, None))
                 if name not in archived and step in (None, number_or_none):
                     yield _from_group(group, rollout, outcome, number_or_none, scores)
+
+
+def _outcomes(run_dir: Path, replica: int) -> dict[str, tuple[str, int]]:
+    """(outcome, step) of each sample according to topic `preprocessor`."""
+    found: dict[str, tuple[str, int]] = {}
+    spec = SingleStreamSpec(run_dir, topics.PREPROCESSOR, replica)
+    with open_reader(spec, PreprocessorProgress, name=None) as reader:
+        for _, progress in reader.read_all():
+            found |= {sample_id: (reason, progress.step) for sample_id, reason in progress.dropped_sample_ids}
+            found |= dict.fromkeys(progress.packed_sample_ids, (TRAINED, progress.step - 1))
+    return found
 
 
 def read_tests(run_dir: Path, *, replicas: int = 1) -> Iterator[SeenRollout]:
