@@ -67,8 +67,8 @@ TEMPORARY_BYTES = len(f"/{TEMPORARY_PREFIX}") + 8
 """Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself: `tempfile` adds eight."""
 
 
-StartCheck = Callable[[RunPlan], list[str]]
-"""Returns warnings and raises a `PipelineRLError` to refuse the start."""
+StartCheck = Callable[[RunPlan], list[str] | None]
+"""Raises a `PipelineRLError` to refuse the start. Returns warnings, if it has any to give."""
 
 
 def checked(plan: RunPlan) -> RunPlan:
@@ -90,12 +90,12 @@ def run_checks(
         only_shown: this is a dry run. Refusals by this machine become warnings if the plan is for another machine.
         begin: called with the name of each check of this machine before it runs.
     """
-    warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(plan)]
+    warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(plan) or ()]
     forgiving = only_shown and is_for_elsewhere(plan)
     for machine_check in OF_THIS_MACHINE:
         begin(f"the {machine_check.__name__}")
         try:
-            warnings += machine_check(plan)
+            warnings += machine_check(plan) or ()
         except PipelineRLError as error:
             if not forgiving or is_of_a_file_here(error):
                 raise
@@ -123,14 +123,13 @@ def is_of_a_file_here(error: PipelineRLError) -> bool:
     return isinstance(error, WrongFileError) or any(os.path.exists(file) or matching(file) for file in files)
 
 
-def variables(plan: RunPlan) -> list[str]:
+def variables(plan: RunPlan) -> None:
     """Refuse a reference to a variable that this launcher's environment does not have, or has with a wrong value."""
     filled = with_values(plan.container, os.environ)
     try:
         checked_variables(filled["vllm_config"]["env"])
     except ConfigError as error:
         raise ConfigError(f"`vllm_config.env`: {error}") from error
-    return []
 
 
 def open_files(plan: RunPlan) -> list[str]:
@@ -149,7 +148,7 @@ def open_files(plan: RunPlan) -> list[str]:
     ]
 
 
-def temporary_folder(plan: RunPlan) -> list[str]:
+def temporary_folder(plan: RunPlan) -> None:
     """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names.
 
     Ray's nodes have environments of their own.
@@ -166,7 +165,6 @@ def temporary_folder(plan: RunPlan) -> list[str]:
             f"{variable} is {folder!r}: the servers' sockets in it would have paths {excess} bytes longer than the "
             f"kernel takes; set it to a folder of at most {most} bytes, such as /tmp"
         )
-    return []
 
 
 def settings_without_effect(plan: RunPlan) -> list[str]:
@@ -180,22 +178,20 @@ def wandb_key(plan: RunPlan) -> list[str]:
     return []
 
 
-def server_arguments(plan: RunPlan) -> list[str]:
+def server_arguments(plan: RunPlan) -> None:
     for job in (*plan.world.get("actor_llm"), *plan.world.get("preprocessor_llm")):
         vllm_arguments(plan.config, plan.world, job)
-    return []
 
 
-def options_of_servers(plan: RunPlan) -> list[str]:
+def options_of_servers(plan: RunPlan) -> None:
     check_options(plan.config)
-    return []
 
 
-def stream_backend(plan: RunPlan) -> list[str]:
+def stream_backend(plan: RunPlan) -> None:
     """Make a stream backend of the user's own, and refuse one whose records hold no micro-batch. Opens no stream."""
     name, needed = plan.config.streams.backend, rules.machines.micro_batch_bytes(plan.config)
     if name in WITH_KEYS_OF_THEIR_OWN:
-        return []
+        return
     try:
         most = make_backend(plan.config, plan.path).max_record_bytes
     except PipelineRLError:
@@ -208,10 +204,9 @@ def stream_backend(plan: RunPlan) -> list[str]:
             f"micro-batch of `finetune.seq_length`={plan.config.finetune.seq_length} tokens takes {needed}: raise the "
             "first or lower the second"
         )
-    return []
 
 
-def engine(plan: RunPlan) -> list[str]:
+def engine(plan: RunPlan) -> None:
     """Refuse an engine of the user's own that cannot be imported or cannot run with the settings or the ranks."""
     ranks = plan.world.trainer_world_size
     name = engine_of(plan.config, ranks)
@@ -236,7 +231,6 @@ def engine(plan: RunPlan) -> list[str]:
             f"`finetune.expert_ranks` is {dividing}, which does not divide the {sharing or ranks} ranks that share a "
             "copy of the weights: set it to a divisor, such as the GPUs of a node, or to null"
         )
-    return []
 
 
 def optimizer(plan: RunPlan) -> list[str]:
@@ -302,18 +296,16 @@ def memory(plan: RunPlan) -> list[str]:
     ]
 
 
-def devices(plan: RunPlan) -> list[str]:
+def devices(plan: RunPlan) -> None:
     if plan.config.launcher.engine == "ray":  # Ray has counted the devices of its nodes
-        return []
+        return
     check_local_devices(plan.world, plan.node_rank, os.environ)
-    return []
 
 
-def redis(plan: RunPlan) -> list[str]:
+def redis(plan: RunPlan) -> None:
     streams = plan.config.streams
     if streams.backend == "redis" and not streams.external and plan.node_rank == 0:
         redis_command()
-    return []
 
 
 def disk(plan: RunPlan) -> list[str]:
@@ -336,21 +328,21 @@ def disk(plan: RunPlan) -> list[str]:
     return []
 
 
-def store_of_weights(plan: RunPlan) -> list[str]:
+def store_of_weights(plan: RunPlan) -> None:
     """Refuse a store that does not answer, or whose disk has no room for the versions that stay. Writes nothing."""
     from pipelinerl.weights.store.files import open_files
     from pipelinerl.weights.store.manifest import StoreError
 
     weights = plan.config.weights
     if weights.backend != "store":
-        return []
+        return
     url = paths.weight_store(weights.store, plan.path)
     try:
         open_files(url).names()
     except StoreError as error:
         raise ConfigError(f"`weights.store` is {paths.without_credentials(url)!r}: {error}") from error
     if "://" in url:
-        return []
+        return
     folder = existing_part(Path(url))
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"`weights.store` is {url!r}, but {folder} is no folder that this user may write to")
@@ -361,7 +353,6 @@ def store_of_weights(plan: RunPlan) -> list[str]:
             f"`weights.store` is {url!r}: its disk has {free / GIB:.1f} GiB free, and weights.store_keep="
             f"{weights.store_keep} versions with two in passing need {needed / GIB:.1f} GiB"
         )
-    return []
 
 
 def libraries(plan: RunPlan) -> list[str]:
@@ -394,15 +385,14 @@ def standalone_roles(plan: RunPlan) -> list[str]:
     return check_existing(plan.config)
 
 
-def renderer(plan: RunPlan) -> list[str]:
+def renderer(plan: RunPlan) -> None:
     """Refuse a family that `renderers` does not have, or options that it does not take."""
     for section in (plan.config.llm, plan.config.test_llm):
         if section.renderer is not None:
             check_family(section.renderer, section.chat_template_kwargs)
-    return []
 
 
-def templates(plan: RunPlan) -> list[str]:
+def templates(plan: RunPlan) -> None:
     """Refuse a chat template that is no Jinja, or no file. One that looks like no path may be the tokenizer's."""
     for name, section in (("llm", plan.config.llm), ("test_llm", plan.config.test_llm)):
         chosen = section.chat_template
@@ -418,22 +408,19 @@ def templates(plan: RunPlan) -> list[str]:
             raise kind(
                 f"`{name}.chat_template` is {chosen!r}: {said}; give the path of a Jinja template in UTF-8"
             ) from error
-    return []
 
 
-def objective(plan: RunPlan) -> list[str]:
+def objective(plan: RunPlan) -> None:
     preflight.check_objective(plan.config, plan.container)
-    return []
 
 
-def proxies(plan: RunPlan) -> list[str]:
+def proxies(plan: RunPlan) -> None:
     """Refuse a proxy of the site that cannot carry what rollouts ask of foreign services."""
     services = {f"judges.{judge.name}.url": judge.url for judge in plan.config.judges}
     services["sandbox_endpoint"] = plan.config.sandbox_endpoint or os.environ.get(ENDPOINT_VARIABLE)
     for key, url in services.items():
         if url:
             check_proxy(key, url)
-    return []
 
 
 def conversations(plan: RunPlan) -> list[str]:
