@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelinerl.config.origin import make_examples_importable
 from pipelinerl.config.paths import config_names, search_path
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.world.process import in_utf8
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a domain of the user's own lies there
+    make_examples_importable()
     return run_module(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
 
 

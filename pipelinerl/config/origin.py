@@ -10,11 +10,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.paths import RUN_CONFIG, RUN_ORIGIN
+from pipelinerl.config.paths import EXAMPLES_DIR, RUN_CONFIG, RUN_ORIGIN
 
 DATA_ENDING = r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz)?|parquet|arrow)"
 DATA_FILE = re.compile(rf"(?P<path>.+{DATA_ENDING})(?P<part>(?::[^:@/]*)?(?:@[^@/]*)?)", re.IGNORECASE)
@@ -177,12 +177,21 @@ def make_importable(run_dir: Path) -> None:
 
     Where the run was launched they were found first. Here they are found after everything else.
     """
-    folders = [folder for folder in _read(run_dir).get("import_path", []) if Path(folder).is_dir()]
+    import_from([folder for folder in _read(run_dir).get("import_path", []) if Path(folder).is_dir()])
+
+
+def make_examples_importable() -> None:
+    """Lets this process, and those that it starts, import `examples.NAME` from any working directory."""
+    if EXAMPLES_DIR.is_dir():
+        import_from([str(EXAMPLES_DIR.parent)])
+
+
+def import_from(folders: Sequence[str]) -> None:
+    """Puts folders behind `sys.path`, here and in the processes that this one starts."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
-    if not folders:
-        return
-    inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*inherited, *folders]))
+    if folders:
+        inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*inherited, *folders]))
 
 
 def copy_of(run_dir: Path) -> Path | None:

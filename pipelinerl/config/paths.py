@@ -5,16 +5,22 @@ from pathlib import Path
 
 CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """Package data; in a checkout a link to its `conf/`."""
+EXAMPLES_DIR = CONF_DIR.parent / "examples"
+"""Of a checkout; an installed package has none. Its folders hold a task each: configuration and domain."""
 OWN_DIR = Path("conf")
 """Folder of the working directory whose configurations win over the packaged ones."""
 
 
-def search_path(config_dir: Path | str | None = None) -> tuple[Path, ...]:
-    """Folders with configurations, the one that wins first: `config_dir` or the working directory's `conf/`, ours."""
-    own = Path(config_dir) if config_dir else OWN_DIR
-    if own.is_dir() and own.resolve() != CONF_DIR.resolve():
-        return (own.resolve(), CONF_DIR)
-    return (CONF_DIR,)
+def search_path(config_dir: Path | str | None = None, *, own: bool = True) -> tuple[Path, ...]:
+    """Folders with configurations, the one that wins first.
+
+    `config_dir`, or the working directory's `conf/` where `own`; the packaged folder; in a checkout the examples.
+    """
+    first = Path(config_dir) if config_dir else OWN_DIR
+    folders = (CONF_DIR, *sorted({path.parent for path in EXAMPLES_DIR.glob("*/*.yaml")}))
+    if (own or config_dir) and first.is_dir() and first.resolve() != CONF_DIR:
+        return (first.resolve(), *folders)
+    return folders
 
 
 def config_names(config_dir: Path | str | None = None) -> list[str]:

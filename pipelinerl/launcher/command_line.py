@@ -85,6 +85,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from pipelinerl.config.origin import make_examples_importable
     from pipelinerl.config.search import set_search_path
 
     if not arguments:
@@ -93,6 +94,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
     if config_dir and not Path(config_dir).is_dir():
         return refuse(f"--config-dir={config_dir}: there is no such folder")
     set_search_path(config_dir)
+    make_examples_importable()
     codes: list[int] = []
     composed: list[DictConfig] = []
 

@@ -9,9 +9,11 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import CONF_DIR, compose, config_keys, parse
+from pipelinerl.config.paths import search_path
 from pipelinerl.config.sections import Config
 
 ROOT = CONF_DIR.parent
+EXPERIMENTS = sorted(path for folder in search_path(own=False) for path in folder.glob("*.yaml"))
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 KNOWN_TO_USERS = [
     "output_dir",
@@ -100,11 +102,17 @@ def test_config_every_key_is_read_by_some_module() -> None:
     assert set(unread) <= free_for_the_domain | read_by_batch_size, unread
 
 
-@pytest.mark.parametrize("path", sorted(CONF_DIR.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_config_every_experiment_passes_the_types(path: Path) -> None:
     missing = OmegaConf.missing_keys(compose(path.stem))
     defaults = [override for override in REQUIRED if override.split("=")[0] in missing]
     assert isinstance(parse(compose(path.stem, defaults)), Config)
+
+
+def test_config_no_two_experiments_have_one_name() -> None:
+    names = [path.stem for path in EXPERIMENTS]
+    assert {"quickstart", "words"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 def test_config_every_file_is_part_of_a_wheel() -> None:

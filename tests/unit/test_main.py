@@ -59,3 +59,14 @@ def test_program_in_a_locale_without_utf8_starts_again_in_utf8() -> None:
         [sys.executable, "-O", "-c", code, "数学 a"], capture_output=True, env=os.environ | ASCII, check=True
     )
     assert done.stdout.decode() == "['数学 a'] 1 utf-8 utf-8\n"
+
+
+def test_example_of_a_checkout_is_found_and_imported_from_any_folder(tmp_path: Path) -> None:
+    overrides = ["dry_run=true", f"output_dir={tmp_path / 'run'}", "tiny_model={recipe: largest, seed: 0, params: {}}"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl.launch", "--config-name=words", *overrides],
+        cwd=tmp_path, env=variables | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "pipelinerl.finetune" in done.stdout
