@@ -40,7 +40,7 @@ test: install redis browser check
 
 # Minutes: no server, no run.
 test-fast: install
-	$(PYTEST) tests/unit tests/contract tests/numerics
+	$(PYTEST) tests/unit tests/examples tests/contract tests/numerics
 
 test-slow: install redis
 	$(PYTEST) -m slow -p tests.slow_results

@@ -24,7 +24,7 @@ import numpy as np
 UNCOMPARED_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "AITER_")
 """torch sets its own when it first compiles, and vLLM's modules set those of kernels that they import."""
 ROOT = Path(__file__).parents[1]
-OWN = ("pipelinerl", "tests", "benchmarks")
+OWN = ("pipelinerl", "examples", "tests", "benchmarks")
 """Packages whose module variables are compared."""
 _containers = defaultdict[str, tuple[int, list[str]]](lambda: (0, []))
 """Number of variables of a module, and the names of those that hold a container: found once, as most never change."""

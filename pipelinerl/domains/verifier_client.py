@@ -32,7 +32,7 @@ JUDGE_HERE = "pipelinerl.domains.verifier.judges.judge_here"
 
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
-_clients: dict[tuple[str, ...], "VerifierClient"] = {}
+_clients: dict[tuple[tuple[str, ...], ...], "VerifierClient"] = {}
 
 
 class RequestTooLargeError(VerifierError):
@@ -59,19 +59,28 @@ class VerifierClient:
         urls: base URLs of the replicas.
         timeout_s: deadline for a sign of life of a replica.
         retries: how often a request is repeated.
+        judges: `verifier.judges`, for a verifier that is this process.
 
     Example:
         >>> client = VerifierClient(["http://127.0.0.1:8100"])
         >>> # verdict = await client.check(session, "math", "so \\boxed{42}", "42", answer_format="boxed")
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = TIMEOUT_S, retries: int = RETRIES):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        judges: Sequence[str] = (),
+    ):
         if not urls:
             raise DomainError("the domain needs a verifier: set world.verifier_replicas to 1 or more")
         self._load = dict.fromkeys((url.rstrip("/") for url in urls), 0)
         """Unanswered requests per replica, least recently asked first, so that this replica wins a tie."""
         self._timeout_s = timeout_s
         self._retries = retries
+        self._judges = judges
         secret = os.environ.get(SECRET_VARIABLE)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
 
@@ -82,7 +91,7 @@ class VerifierClient:
 
         Args:
             session: HTTP session of the rollout.
-            kind: name of the judge, such as "math".
+            kind: name of the judge: "math", "countdown", or one of `verifier.judges`.
             prediction: the model's output.
             gold: the reference, as the judge expects it.
             options: options of the judge.
@@ -91,7 +100,7 @@ class VerifierClient:
         """
         check = Check(kind=kind, prediction=part_to_send(kind, prediction), gold=gold, options=options)
         if IN_PROCESS in self._load:
-            return judged(await asyncio.to_thread(resolve_function(JUDGE_HERE), check))
+            return judged(await asyncio.to_thread(resolve_function(JUDGE_HERE), check, self._judges))
         try:
             return judged(_VERDICT.decode(await self._post(session, "/", _ENCODER.encode(check))))
         except RequestTooLargeError:
@@ -155,6 +164,7 @@ def judged(verdict: Verdict) -> Verdict:
 def client_of(cfg: DictConfig) -> VerifierClient:
     """Returns the client of the run's verifiers (from ``cfg.jobs``). There is one per process."""
     urls = tuple(str(job["url"]) for job in cfg.get("jobs") or () if job["kind"] == "verifier")
-    if urls not in _clients:
-        _clients[urls] = VerifierClient(urls)
-    return _clients[urls]
+    judges = tuple((cfg.get("verifier") or {}).get("judges") or ())
+    if (urls, judges) not in _clients:
+        _clients[urls, judges] = VerifierClient(urls, judges=judges)
+    return _clients[urls, judges]

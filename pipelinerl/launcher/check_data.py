@@ -30,7 +30,7 @@ from pipelinerl.observability.logging import show_prints
 from pipelinerl.preprocess import conversation_rows
 from pipelinerl.preprocess.conversation_rows import load_conversations
 
-SHIPPED = ("math", "coding", "instructions", "tool_use", "judged")
+SHIPPED = ("math", "coding")
 """The shipped domains that read data without further keys."""
 SFT = "sft"
 """Stands for conversations to imitate, `sft.datasets`."""

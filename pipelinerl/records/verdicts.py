@@ -11,7 +11,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One answer to judge."""
 
     kind: str
-    """Name of the judge, a key of ``judges.JUDGES``."""
+    """Name of the judge: `math`, `countdown`, or one of `verifier.judges`."""
     prediction: str
     """The model's whole output, in which the judge finds the answer."""
     gold: Any

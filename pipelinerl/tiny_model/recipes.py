@@ -75,21 +75,6 @@ def largest(max_number: int = 30, steps: int = 300) -> Recipe:
     return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
 
 
-SUBMIT = ('<tool_call>{"name": "submit", "arguments": {"number": ', "}}</tool_call>")
-
-
-def largest_agent(max_number: int = 30, steps: int = 300) -> Recipe:
-    """Like ``largest``, with the answer as a tool call."""
-
-    def conversation(rng: Random) -> Messages:
-        asked, answered = shown.conversation(rng)
-        number = answered["content"].removeprefix(ANSWER_TAGS[0]).removesuffix(ANSWER_TAGS[1])
-        return [asked, {"role": "assistant", "content": number.join(SUBMIT)}]
-
-    shown = largest(max_number)
-    return Recipe(tags=SUBMIT, max_number=max_number, conversation=conversation, steps=steps)
-
-
 def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recipe:
     """Names numbers, and numbers higher or lower than another one. There is no hidden target and no game."""
 
@@ -158,7 +143,6 @@ def laps(
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "largest": largest,
-    "largest_agent": largest_agent,
     "guessing": guessing,
     "countdown": countdown,
     "laps": laps,

@@ -21,12 +21,13 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from examples.largest_agent.domain import reward_of
+from examples.largest_agent.model import SUBMIT, largest_agent
 from pipelinerl.agents import record_agent
 from pipelinerl.domains import largest
-from pipelinerl.domains.largest_agent.rollouts import reward_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.tiny_model.recipes import SUBMIT, Messages, Recipe, Shape, largest_agent
+from pipelinerl.tiny_model.recipes import Messages, Recipe, Shape
 from pipelinerl.world.process import killed_with_parent
 from tests.clients.network import unreliable
 from tests.clients.programs import CRITIC, FOLDER, PROGRAMS, PYTHON, Program, run_behind

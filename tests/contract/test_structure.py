@@ -80,6 +80,11 @@ def test_dead_code_is_what_neither_code_nor_string_nor_setting_names(tmp_path: P
         "def called(): ...\ndef forgotten(): ...\n@app.get('/')\ndef route(): ...\ncalled()\n"
     )
     assert dead(package, {"ignore_decorators": ["@app.*"]}) == ["mine/engines/fast.py:5: unused function 'forgotten'"]
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "task.py").write_text(
+        "from mine.engines.fast import forgotten\nforgotten()\ndef own(): ...\n"
+    )
+    assert dead(package, {"ignore_decorators": ["@app.*"]}, tmp_path / "examples") == []
 
 
 def test_the_changelog_has_one_short_line_for_each_change_in_one_of_four_sections() -> None:

@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 from omegaconf import OmegaConf
 
+from examples.largest_agent.agent import SUBMIT_TOOL
+from examples.largest_agent.domain import generate_rollout
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.agents import record_agent
-from pipelinerl.domains.largest_agent import generate_rollout, load_problems
-from pipelinerl.domains.largest_agent.agent import SUBMIT_TOOL
+from pipelinerl.domains.largest import load_problems
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.records.answers import Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import RolloutResult, TrainingText
@@ -59,7 +60,7 @@ async def recording_proxy(server_url: str, session: aiohttp.ClientSession) -> As
 @pytest.fixture(scope="module")
 def agent_server(tmp_path_factory: pytest.TempPathFactory, serving: Any) -> Any:
     folder = tmp_path_factory.mktemp("agent")
-    model = build(folder / "model", "largest_agent", 0)
+    model = build(folder / "model", "examples.largest_agent.model.largest_agent", 0)
     with serving.running(folder, model, overrides=("vllm_config.vllm_kwargs.max_model_len=512",)) as server:
         yield server
 

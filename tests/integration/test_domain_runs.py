@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from examples.instructions import domain as instructions
+from examples.tool_use import domain as tool_use
 from pipelinerl.config.load import compose
-from pipelinerl.domains import coding, countdown, counting, instructions, math, tool_use
+from pipelinerl.domains import coding, countdown, counting, math
 from pipelinerl.domains.coding.rollouts import instructions as coding_prompt
 from pipelinerl.domains.countdown.rollouts import question
+from pipelinerl.domains.libraries.tools import SYSTEM_PROMPT as TOOL_PROMPT
 from pipelinerl.domains.math.rollouts import SYSTEM_PROMPT
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.inspect.ledger import read_ledger
@@ -120,7 +123,7 @@ def instruction_prompts(rows: Path) -> list[Messages]:
 
 def tool_prompts(rows: Path) -> list[Messages]:
     problems = tool_use.load_problems(["train"], num_terms=1, max_number=5, num_train_problems=64)
-    return asks([p["task"] for p in problems], tool_use.SYSTEM_PROMPT)
+    return asks([p["task"] for p in problems], TOOL_PROMPT)
 
 
 DATA = ("train_dataset_names=[ROWS]", "test_dataset_names=[ROWS]")
@@ -154,7 +157,7 @@ CASES = (
         talks=(
             Talk(math_prompts, ("So \\boxed{#}",)),
             Talk(countdown_prompts, ("<answer>#+#</answer>",)),
-            Talk(instruction_prompts, ("- old\n- light",)),
+            Talk(counting_prompts, ("<answer>#</answer>",)),
         ),
         jobs=frozenset({"verifier_0"}),
     ),

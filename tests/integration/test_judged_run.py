@@ -70,7 +70,7 @@ def test_run_learns_from_two_judges_as_rewards_of_their_own(tmp_path: Path) -> N
             f"judges=[{judges}]",
             "dataset_loader=tests.largest_tasks.load_judged",
             "dataset_loader_params.num_test_problems=256",
-            "actor.rollout_policy=pipelinerl.domains.judged.generate_rollout",
+            "actor.rollout_policy=examples.judged.domain.generate_rollout",
             "finetune.rl.advantage=gdpo",
             "finetune.rl.reward_weights={right: 1.0, form: 0.3}",
             "finetune.max_train_steps=120",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.domains.largest_agent import generate_program_rollout, generate_rollout
+from examples.largest_agent.domain import generate_program_rollout, generate_rollout
 from pipelinerl.testing import run_rollout
 
 PROBLEM = {"question": "Which is the largest of 18, 5 and 30?", "answer": 30, "dataset": "train"}

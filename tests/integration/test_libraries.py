@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from pipelinerl.domains.tool_use import SYSTEM_PROMPT
+from pipelinerl.domains.libraries.tools import SYSTEM_PROMPT
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.records import ActorRecord, RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader

@@ -1,4 +1,4 @@
-"""An unmodified agent of the official OpenAI client (streaming, with a tool) learns: `conf/quickstart_agent.yaml`.
+"""An unmodified agent of the official OpenAI client (streaming, with a tool) learns: `examples/largest_agent`.
 
 Its tokens are compared with the server's in ``test_agents_vllm.py``; here the trainer's own log-probabilities of all
 tokens of the first step agree with those that the server reported.

@@ -14,7 +14,7 @@ from pipelinerl.domains.verifier.lanes import SLICES_S, Lanes
 from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.domains.verifier_client import VerifierClient, part_to_send
 from pipelinerl.records.verdicts import Check
-from tests.integration.test_verifier_service import serving
+from tests.integration.test_verifier_service import OWN_JUDGE, serving
 from tests.says import says
 
 BOMB = {
@@ -122,7 +122,7 @@ async def test_answer_larger_than_a_request_gets_a_verdict() -> None:
             assert (await client.check(session, "math", f"\\boxed{{{dashes}}}", "3")).status == "unparsable"
             assert (await client.check(session, "math", dashes, "3", answer_format="boxed")).status == "no_answer"
             words = [{"check": "length", "unit": "words", "at_least": 1}]
-            assert (await client.check(session, "instructions", dashes, words)).status == "unparsable"
+            assert (await client.check(session, OWN_JUDGE, dashes, words)).status == "unparsable"
             gold = {"numbers": [1, 2], "target": 3}
             assert (await client.check(session, "countdown", f"{dashes}<answer>1+2</answer>", gold)).status == "correct"
 
@@ -133,7 +133,7 @@ async def test_answer_larger_than_a_request_gets_a_verdict() -> None:
         ("math", "so \\boxed{1} or \\boxed{\\frac{1}{2}} end", "\\boxed{\\frac{1}{2}}"),
         ("math", "cut \\boxed{\\frac{1}", "\\boxed{"),
         ("countdown", "<answer>1</answer> <answer>2</answer> <answer>", "<answer>2</answer>"),
-        ("instructions", "all of it", "all of it"),
+        (OWN_JUDGE, "all of it", "all of it"),
         ("math", "\\boxed{\ud800}", "\\boxed{?}"),
     ],
 )

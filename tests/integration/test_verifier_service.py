@@ -27,13 +27,14 @@ from pipelinerl.records.verdicts import Check
 from pipelinerl.testing import run_rollout
 
 START_S = 120.0
+OWN_JUDGE = "examples.instructions.judge.judge"
 CORRECT = {"kind": "math", "prediction": "\\boxed{\\frac{1}{2}}", "gold": "0.5"}
 
 
 @contextlib.contextmanager
 def serving(**settings: Any) -> Iterator[str]:
     """A verifier in a thread of this process; yields its URL."""
-    defaults = {"workers": 2, "timeout_s": 5.0, "memory_mb": 800, "max_body_kb": 64}
+    defaults = {"workers": 2, "timeout_s": 5.0, "memory_mb": 800, "max_body_kb": 64, "judges": [OWN_JUDGE]}
     app = create_app(**(defaults | settings))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -189,7 +190,7 @@ async def test_judge_that_fails_is_an_error_verdict_and_an_exception_at_the_clie
             await client.check(session, "countdown", "<answer>1</answer>", 7)
         checks = [
             {"kind": "math", "prediction": "\\boxed{1}", "gold": "1"},
-            {"kind": "instructions", "prediction": "x", "gold": []},
+            {"kind": OWN_JUDGE, "prediction": "x", "gold": []},
         ]
         async with session.post(f"{url}/batch", json={"checks": checks}) as answer:
             verdicts = (await answer.json())["verdicts"]

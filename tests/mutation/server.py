@@ -27,7 +27,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-OWN = {"pipelinerl", "tests", "conf", "benchmarks", "assets", "conftest", "__main__"}
+OWN = {"pipelinerl", "tests", "conf", "examples", "benchmarks", "assets", "conftest", "__main__"}
 """First names of modules that every run imports anew."""
 OPTIONS = (
     *("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", "--hypothesis-profile=mutation"),

@@ -157,6 +157,7 @@ class VerifierSection(Section):
     timeout_s: PositiveFloat = key(5, "longest time of one check", may_change=True)
     memory_mb: PositiveInt = key(1024, "memory of one check", may_change=True)
     max_body_kb: PositiveInt = key(1024, "largest request", may_change=True)
+    judges: list[str] = key([], "dotted names of judges besides `math` and `countdown`", may_change=True)
 
 
 class ArchiveSection(Section):

@@ -24,9 +24,9 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.domains.columns import checked_columns
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.libraries import address_of, library, served
+from pipelinerl.domains.libraries.tools import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, load_usable
-from pipelinerl.domains.tool_use import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import ToolCall, TrainableLLM
 from pipelinerl.observability.logging import redacted

@@ -29,6 +29,7 @@ def main(context: RoleContext) -> None:
         timeout_s=section.timeout_s,
         memory_mb=section.memory_mb,
         max_body_kb=section.max_body_kb,
+        judges=section.judges,
         secret=None if closed else os.environ[SECRET_VARIABLE],
     )
     assert context.job.port is not None, "the world map gives every verifier a port"

@@ -7,14 +7,14 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from pipelinerl.domains.verifier.judges import JUDGES
+from pipelinerl.domains.verifier.judges import JUDGES, refusal
 from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, MathAnswer, Verdict
 
@@ -88,10 +88,16 @@ async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
 
 
 def create_app(
-    *, workers: int, timeout_s: float, memory_mb: int, max_body_kb: int, secret: str | None = None
+    *,
+    workers: int,
+    timeout_s: float,
+    memory_mb: int,
+    max_body_kb: int,
+    judges: Sequence[str] = (),
+    secret: str | None = None,
 ) -> FastAPI:
     """Makes the application, with a ``JudgePool`` that runs while it serves. Checks need ``secret`` as bearer token."""
-    pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+    pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, judges=judges)
     bounded = BoundedBody(max_body_kb * 1024)
 
     @asynccontextmanager
@@ -108,8 +114,8 @@ def create_app(
 
     async def judge_all(checks: list[Check]) -> list[Verdict]:
         for check in checks:
-            if check.kind not in JUDGES:
-                raise HTTPException(422, f"kind is {check.kind[:100]!r}: use one of {sorted(JUDGES)}")
+            if said := refusal(check.kind, (*JUDGES, *judges)):
+                raise HTTPException(422, said)
         return await asyncio.gather(*map(pool.judge, checks))
 
     @app.post("/")

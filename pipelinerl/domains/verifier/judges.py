@@ -3,27 +3,40 @@
 An exception in a judge becomes the verdict ``error``. If the answer is to blame, the judge must return ``unparsable``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pipelinerl.domains.countdown.judge as countdown
-import pipelinerl.domains.instructions.judge as instructions
 import pipelinerl.domains.math.judge as math
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.records.verdicts import Check, Verdict, error
 
 Judge = Callable[[str, Any, dict[str, Any]], Verdict]
 
-JUDGES: dict[str, Judge] = {
-    "countdown": countdown.judge,
-    "instructions": instructions.judge,
-    "math": math.judge,
-}
+JUDGES: dict[str, Judge] = {"countdown": countdown.judge, "math": math.judge}
 
 
-def judge_here(check: Check) -> Verdict:
-    """Judges in this process, without limits of time and memory."""
+def judges_of(names: Sequence[str]) -> dict[str, Judge]:
+    """The judges that come with the verifier, and those of `verifier.judges` by their dotted names.
+
+    Only what the configuration names is imported: a request that named a module would let anybody run its code.
+    """
+    return JUDGES | {name: resolve_function(name) for name in names}
+
+
+def refusal(kind: str, judges: Collection[str]) -> str | None:
+    """Why no judge of these names is asked for ``kind``. None: one is."""
+    if kind in judges:
+        return None
+    return f"kind is {kind[:100]!r}: use one of {sorted(judges)}, or name your judge in `verifier.judges`"
+
+
+def judge_here(check: Check, names: Sequence[str]) -> Verdict:
+    """Judges in this process, without limits of time and memory. ``names``: those of `verifier.judges`."""
+    if said := refusal(check.kind, (*JUDGES, *names)):
+        return error(said)
     try:
-        return JUDGES[check.kind](check.prediction, check.gold, check.options)
+        return judges_of(names)[check.kind](check.prediction, check.gold, check.options)
     except Exception as failure:  # noqa: BLE001 — of any judge, as in a worker
         return error(f"{check.kind}: {type(failure).__name__}: {failure}"[:500])
 

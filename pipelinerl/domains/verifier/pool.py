@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -88,10 +89,12 @@ class JudgePool:
         workers: number of worker processes.
         timeout_s: CPU time of one check.
         memory_mb: memory of one worker.
+        judges: dotted names of judges besides the verifier's own (`verifier.judges`).
     """
 
-    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int):
+    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int, judges: Sequence[str] = ()):
         self.num_workers = workers
+        self.judges = judges
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self._idle: list[Slot] = []
@@ -267,6 +270,7 @@ class JudgePool:
                 "pipelinerl.domains.verifier.worker",
                 str(theirs.fileno()),
                 str(self.memory_mb),
+                *self.judges,
                 pass_fds=[theirs.fileno()],
                 env={name: value for name, value in os.environ.items() if name in PASSED_VARIABLES},
             )

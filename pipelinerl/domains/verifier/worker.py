@@ -12,11 +12,12 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import msgspec
 
-from pipelinerl.domains.verifier.judges import JUDGES, warm_up
+from pipelinerl.domains.verifier.judges import Judge, judges_of, warm_up
 from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 from pipelinerl.world.process import die_with_parent
 
@@ -30,7 +31,7 @@ class TimeLimitReached(BaseException):
     """The CPU time is used up. Not an ``Exception``, so that judges' own handlers do not catch it."""
 
 
-def serve(channel: socket.socket, memory_mb: int) -> None:
+def serve(channel: socket.socket, memory_mb: int, judges: Mapping[str, Judge]) -> None:
     """Answers checks until the pool closes the channel."""
     limit_process(memory_mb)
     served = 0
@@ -38,7 +39,7 @@ def serve(channel: socket.socket, memory_mb: int) -> None:
         payload, limit_s = frame
         reply = b""
         try:
-            verdict = judge_limited(msgspec.json.decode(payload, type=Check), limit_s)
+            verdict = judge_limited(judges, msgspec.json.decode(payload, type=Check), limit_s)
             reply = msgspec.json.encode(verdict)
         except TimeLimitReached:
             pass
@@ -62,7 +63,7 @@ def limit_process(memory_mb: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def judge_limited(check: Check, limit_s: float) -> Verdict:
+def judge_limited(judges: Mapping[str, Judge], check: Check, limit_s: float) -> Verdict:
     """Runs the judge. Raises ``TimeLimitReached`` after ``limit_s`` of CPU time, ``MemoryError`` if memory runs out."""
     end_s = time.process_time() + limit_s
     ended = False
@@ -80,7 +81,7 @@ def judge_limited(check: Check, limit_s: float) -> Verdict:
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, limit_s)
-            return JUDGES[check.kind](check.prediction, check.gold, check.options)
+            return judges[check.kind](check.prediction, check.gold, check.options)
         finally:
             ended = True
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -111,10 +112,17 @@ def read_exactly(channel: socket.socket, count: int) -> bytes | None:
     return bytes(parts)
 
 
-def main(control: socket.socket, memory_mb: int) -> None:
-    """Runs the forkserver: imports the judges once, then forks one worker per request (see ``pool``)."""
+def main(control: socket.socket, memory_mb: int, names: Sequence[str]) -> None:
+    """Runs the forkserver: imports the judges once, then forks one worker per request (see ``pool``).
+
+    Args:
+        control: asks for workers.
+        memory_mb: of one worker.
+        names: `verifier.judges`.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    judges = judges_of(names)
     warm_up()
     gc.collect()
     gc.freeze()  # keeps the workers' garbage collectors from copying these shared pages
@@ -127,7 +135,7 @@ def main(control: socket.socket, memory_mb: int) -> None:
         if process == 0:
             control.close()
             with socket.socket(fileno=descriptors[0]) as channel:
-                serve(channel, memory_mb)
+                serve(channel, memory_mb, judges)
             os._exit(0)
         os.close(descriptors[0])
         control.send(str(process).encode())
@@ -137,4 +145,4 @@ if __name__ == "__main__":
     import sys
 
     die_with_parent(signal.SIGKILL)
-    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])

@@ -8,13 +8,13 @@ import aiohttp
 import msgspec
 import pytest
 
+from examples.tool_use.domain import generate_rollout
 from pipelinerl.agents.chat_completions import ChatCompletions
 from pipelinerl.agents.dialect import ChatRequest
 from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
 from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.chat.reading import MAX_NESTING, ReadText, reader_of
-from pipelinerl.domains.tool_use import generate_rollout
 from pipelinerl.llm import Prompt
 from pipelinerl.testing import FakeLLM, byte_tokenizer, run_rollout
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from examples.tool_use.domain import load_problems as load_tools
 from pipelinerl.domains.coding.problems import load_problems as load_coding
 from pipelinerl.domains.columns import answer_of, question_of
 from pipelinerl.domains.math import load_problems
 from pipelinerl.domains.rows import UnusableRow
 from pipelinerl.domains.single_turn import conversation
-from pipelinerl.domains.tool_use import load_problems as load_tools
 from pipelinerl.errors import DomainError
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guides/your-data.md").read_text()

@@ -22,10 +22,10 @@ from benchmarks.hostile_answers import (
     gullible_score,
     scripted,
 )
+from examples.judged.domain import generate_rollout, load_problems
 from pipelinerl.config.sections import JudgeSection
 from pipelinerl.domains.judge_client import JudgeClient, address_of, agreed, all_of, judge_of
 from pipelinerl.domains.judge_prompt import judge_messages, mark_of, read_opinion, without_control_tokens
-from pipelinerl.domains.judged import generate_rollout, load_problems
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import run_rollout
 from tests.says import says

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from examples.instructions.judge import is_json, sentences
 from pipelinerl.chat.reading import read_hermes, read_rl_tool
 from pipelinerl.countdown_utils import validate_format
 from pipelinerl.domains.coding.completions import extract_code
 from pipelinerl.domains.countdown.judge import part_to_judge
-from pipelinerl.domains.instructions.judge import is_json, sentences
+from pipelinerl.domains.libraries.tools import judge as judge_tool_use
 from pipelinerl.domains.math.judge import last_boxed
-from pipelinerl.domains.tool_use import judge as judge_tool_use
 
 N = 1_000_000
 """Where the square is hours."""

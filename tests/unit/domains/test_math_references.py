@@ -10,12 +10,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipelinerl.domains.judged import load_problems as load_judged
+from examples.judged.domain import load_problems as load_judged
+from examples.tool_use.domain import load_problems as load_tool_use
 from pipelinerl.domains.math import load_problems
 from pipelinerl.domains.math.judge import judge
 from pipelinerl.domains.math.reference import final_answer, judged_reference
 from pipelinerl.domains.rows import UnusableRow
-from pipelinerl.domains.tool_use import load_problems as load_tool_use
 from pipelinerl.errors import DomainError
 
 TABLES = Path(__file__).with_name("math_answers")

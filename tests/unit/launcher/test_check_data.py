@@ -53,7 +53,7 @@ def test_columns_and_domain_are_chosen(capsys: pytest.CaptureFixture[str]) -> No
     Path("own.jsonl").write_text(json.dumps({"q": "1 + 1?", "a": "2"}))
     assert main(["own.jsonl"]) == EXIT_REFUSED
     assert "set dataset_loader_params.columns.task" in capsys.readouterr().out
-    for name in ("math", "tool_use", "judged", "pipelinerl.domains.math.load_problems"):
+    for name in ("math", "examples.judged.domain.load_problems", "pipelinerl.domains.math.load_problems"):
         assert main(["--as", name, "own.jsonl", "--column", "task=q", "--column", "answer=a"]) == 0
     assert main(["--as", "no.such.loader", "own.jsonl"]) == EXIT_REFUSED
     assert "`no.such.loader` cannot be imported" in capsys.readouterr().out

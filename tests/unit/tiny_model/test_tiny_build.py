@@ -148,7 +148,7 @@ def test_cache_tells_recipes_apart_by_what_they_show(tmp_path, monkeypatch):
         recipe_digest(make_recipe("largest", QUICK), 1),
         recipe_digest(make_recipe("largest", {"steps": 4}), 0),
         recipe_digest(make_recipe("largest", QUICK | {"max_number": 29}), 0),
-        recipe_digest(make_recipe("largest_agent", QUICK), 0),
+        recipe_digest(make_recipe("examples.largest_agent.model.largest_agent", QUICK), 0),
     ]
     monkeypatch.setattr("pipelinerl.tiny_model.recipes.question", lambda numbers: f"Of {numbers}?")
     others.append(recipe_digest(make_recipe("largest", QUICK), 0))

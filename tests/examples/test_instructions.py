@@ -1,11 +1,14 @@
 import json
 
+import aiohttp
 import pyarrow
 import pyarrow.parquet
 import pytest
+from omegaconf import OmegaConf
 
-from pipelinerl.domains.instructions import generate_rollout, load_problems
-from pipelinerl.domains.instructions.judge import judge
+from examples.instructions.domain import generate_rollout, load_problems
+from examples.instructions.judge import judge
+from pipelinerl.domains.verifier_client import IN_PROCESS, client_of
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import run_rollout
 from tests.says import says
@@ -98,3 +101,15 @@ def test_constraints_that_cannot_be_checked_are_named(tmp_path, constraints):
     path.write_text(json.dumps({"task": "?", "constraints": constraints}))
     with pytest.raises(DomainError, match=says("x.jsonl", "row 0", constraints, "`check`")):
         load_problems([str(path)])
+
+
+async def test_verifier_asks_the_judge_of_its_dotted_name_once_the_configuration_lists_it() -> None:
+    own = "examples.instructions.judge.judge"
+    job = {"kind": "verifier", "url": IN_PROCESS}
+    async with aiohttp.ClientSession() as session:
+        listed = client_of(OmegaConf.create({"jobs": [job], "verifier": {"judges": [own]}}))
+        assert (await listed.check(session, own, "one two", [{"check": "no_commas"}])).status == "correct"
+        assert (await listed.check(session, "math", "\\boxed{1}", "1")).status == "correct"
+        unlisted = client_of(OmegaConf.create({"jobs": [job], "verifier": {"judges": []}}))
+        with pytest.raises(VerifierError, match=r"name your judge in `verifier\.judges`"):
+            await unlisted.check(session, own, "one two", [{"check": "no_commas"}])

@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from examples.instructions.judge import CHECKS, judge
 from pipelinerl.domains.columns import checked_columns, column, question_of, shown
 from pipelinerl.domains.datasets import Problem, generate_problems
-from pipelinerl.domains.instructions.judge import CHECKS, judge
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM

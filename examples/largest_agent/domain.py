@@ -9,8 +9,8 @@ import aiohttp
 from omegaconf import DictConfig
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from examples.largest_agent.agent import answer_question
 from pipelinerl.agents import record_agent, run_agent_process
-from pipelinerl.domains.largest_agent.agent import answer_question
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 

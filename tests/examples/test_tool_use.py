@@ -3,9 +3,10 @@ import re
 
 import pytest
 
-from pipelinerl.domains import tool_use as rollouts_module
+from examples.tool_use import domain
+from examples.tool_use.domain import call_tool, generate_rollout, load_problems
+from pipelinerl.domains.libraries.tools import judge
 from pipelinerl.domains.sandbox import Outcome
-from pipelinerl.domains.tool_use import call_tool, generate_rollout, judge, load_problems
 from pipelinerl.llm import FunctionCall, ToolCall
 from pipelinerl.testing import run_rollout
 from tests.says import says
@@ -28,7 +29,7 @@ def call(name: str, arguments: object) -> str:
 
 @pytest.fixture(autouse=True)
 def echo(monkeypatch):
-    monkeypatch.setattr(rollouts_module, "runner_of", lambda cfg, session: Echo())
+    monkeypatch.setattr(domain, "runner_of", lambda cfg, session: Echo())
 
 
 async def test_result_of_a_tool_is_in_the_next_prompt_and_turns_extend_each_other():
