@@ -1,6 +1,6 @@
 """Judges mathematical answers: parses answer and reference, and compares what they mean.
 
-``latex`` parses, ``equality`` compares. math-verify finds the answer in an output without a box, compares where the
+The package ``answers`` parses and compares. math-verify finds the answer in an output without a box, compares where the
 grammar does not cover the reference, and evaluates operators where the options allow them.
 
 A check may need much time or memory there. Call it only in a process with limits, as the verifier does. math-verify's
@@ -12,9 +12,12 @@ import logging
 import re
 from typing import Any
 
-from pipelinerl.domains.math import latex, units
-from pipelinerl.domains.math.equality import STRICT, Refusal, Rules, same
-from pipelinerl.domains.math.values import TooLargeError
+from pipelinerl.domains.math.answers import parser, tokens, units, wording
+from pipelinerl.domains.math.answers.equality import Rules, same
+from pipelinerl.domains.math.answers.forms import UNDONE
+from pipelinerl.domains.math.answers.trees import NotParsedError, Refusal
+from pipelinerl.domains.math.answers.values import TooLargeError
+from pipelinerl.domains.math.answers.wording import words_of
 from pipelinerl.domains.rows import is_unusable
 from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unparsable, wrong
 
@@ -27,10 +30,11 @@ HARMLESS = "0"
 """An answer that is judged beside every reference that can be judged at all."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 OPENING = re.compile(r"\\boxed\s*\{")
-UNDONE = re.compile(rf"\\(?:{'|'.join(latex.UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])")
+LEFT_TO_COMPUTE = re.compile(rf"\\(?:{'|'.join(UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])")
 """What the library computes and the grammar leaves undone."""
-OTHER_WORDS = {"dne": "does not exist"}
-WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
+
+parse = functools.lru_cache(maxsize=1024)(parser.parse)
+"""A group's attempts share the reference and often the answer."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -46,8 +50,8 @@ def boxed_at(text: str, start: int) -> str | None:
         match = re.match(r"\s*([^\s{}$]+)", text[start + len("\\boxed") : start + MAX_TEXT_CHARS])
         return match[1] if match else None
     try:
-        end = latex.closing_brace(text, opening.end() - 1)
-    except latex.NotParsedError:
+        end = tokens.closing_brace(text, opening.end() - 1)
+    except NotParsedError:
         return None
     return re.sub(r"(?<!\\)\\$", "", text[opening.end() : end].strip()).strip()
 
@@ -85,7 +89,9 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
         return error(f"math: the reference is {gold!r}")
     reference = reference_text(str(gold))
     try:
-        answer = answer_of(prediction, answer_format)
+        answer = last_boxed(prediction)
+        if answer is None and answer_format == "any":
+            answer = answer_in_prose(prediction[-MAX_TEXT_CHARS:].strip())
         if not answer:
             return no_answer(
                 "an empty \\boxed{}" if answer is not None else f"no answer (answer_format {answer_format})"
@@ -98,16 +104,8 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     except MemoryError:
         raise
     except Exception as failure:  # noqa: BLE001 — of any library: an answer that makes its judge fail must get a verdict
-        compare(HARMLESS, reference, STRICT)  # raises if the reference is to blame
+        compare(HARMLESS, reference, Rules())  # raises if the reference is to blame
         return unparsable(f"the judge fails on it: {type(failure).__name__}: {failure}"[:500])
-
-
-def answer_of(prediction: str, answer_format: str) -> str | None:
-    """Returns the answer that an output states. None if there is none."""
-    answer = last_boxed(prediction)
-    if answer is None and answer_format == "any":
-        return answer_in_prose(prediction[-MAX_TEXT_CHARS:].strip())
-    return answer
 
 
 def answer_in_prose(text: str) -> str | None:
@@ -138,22 +136,22 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
     words = words_of(reference)
     if answer == reference or (words is not None and words_of(answer) == words):
         return correct()
-    if (wanted_choice := latex.choice(reference)) is not None and (chosen := latex.choice(answer)) is not None:
+    if (wanted_choice := wording.choice(reference)) is not None and (chosen := wording.choice(answer)) is not None:
         if chosen.letter != wanted_choice.letter:
             return wrong("another choice")
         if not (chosen.has_text and wanted_choice.has_text):
             return correct()
-    if (several := latex.choices(reference)) and several == latex.choices(answer):
+    if (several := wording.choices(reference)) and several == wording.choices(answer):
         return correct()
     refusal = unparsable("no answer of the grammar")
     for bare_units in (True, False):
         try:
-            wanted = parse(reference, bare_units)
-        except latex.NotParsedError:
+            wanted = parse(reference, bare_units=bare_units)
+        except NotParsedError:
             return compare_with_library(answer, reference, rules)
         try:
-            same(parse(answer, bare_units), wanted, rules)
-        except latex.NotParsedError as reason:
+            same(parse(answer, bare_units=bare_units), wanted, rules)
+        except NotParsedError as reason:
             refusal = unparsable(str(reason))
         except TooLargeError as reason:
             return unparsable(str(reason))
@@ -162,33 +160,10 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
         else:
             return correct()
     other_names = not rules.strict and refusal.status == "wrong"  # of variables: the library takes them for the same
-    if not other_names and not (rules.operators and UNDONE.search(answer)):
+    if not other_names and not (rules.operators and LEFT_TO_COMPUTE.search(answer)):
         return refusal
     second = compare_with_library(answer, reference, rules)
     return refusal if second.status == "error" else second
-
-
-def words_of(text: str) -> str | None:
-    """Returns the words of a text without markup, in small letters. A single letter, such as a choice, stays as it is.
-
-    None for a text that is more than words.
-    """
-    bare = re.sub(r"\s+", " ", WRAPPER.sub(" ", text)).strip(" .")
-    if re.fullmatch(r"\( ?[A-Za-z' -]+ ?\)", bare):
-        bare = bare[1:-1].strip()
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9' :-]*", bare) or re.search(r"[\^_]", text):
-        return None
-    if len(bare) == 1 or re.search(r"(?<![A-Za-z])[B-HJ-Zb-hj-z](?![A-Za-z])", bare):
-        return bare
-    bare = re.sub(r"^(?:an?|the) (?!(?:and|or) )", "", bare.lower())
-    bare = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", OTHER_WORDS.get(bare, bare))
-    return " ".join(word[:-1] if len(word) > 3 and word.endswith("s") else word for word in bare.split())
-
-
-@functools.lru_cache(maxsize=1024)
-def parse(text: str, bare_units: bool) -> latex.Statement:
-    """Parses a text. Cached, because a group's attempts share the reference and often the answer."""
-    return latex.parse(text, bare_units=bare_units)
 
 
 def compare_with_library(answer: str, reference: str, rules: Rules) -> Verdict:

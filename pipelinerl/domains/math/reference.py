@@ -7,8 +7,10 @@ program, or what the judge's grammar does not cover.
 import re
 
 from pipelinerl.chat.continuation import spoken
-from pipelinerl.domains.math import latex
-from pipelinerl.domains.math.judge import MAX_ANSWER_CHARS, WRAPPER, boxed_at, last_boxed, parse, words_of
+from pipelinerl.domains.math.answers import wording
+from pipelinerl.domains.math.answers.trees import NotParsedError
+from pipelinerl.domains.math.answers.wording import WRAPPER, words_of
+from pipelinerl.domains.math.judge import MAX_ANSWER_CHARS, boxed_at, last_boxed, parse
 from pipelinerl.domains.rows import UnusableRow
 
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
@@ -95,10 +97,10 @@ def judged_reference(answer: str) -> str:
             raise UnusableRow("the answer is prose without a box", shown)
     if last_boxed(f"\\boxed{{{text}}}") != text:
         raise UnusableRow("the judge cannot read the answer", shown)
-    if words_of(text) is not None or latex.choice(text) is not None or latex.choices(text):
+    if words_of(text) is not None or wording.choice(text) is not None or wording.choices(text):
         return text
     try:
-        parse(text, bare_units=True)
-    except (latex.NotParsedError, RecursionError) as error:
+        parse(text)
+    except (NotParsedError, RecursionError) as error:
         raise UnusableRow("the judge cannot read the answer", f"{shown}: {error}") from error
     return text

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.domains.math import units
+from pipelinerl.domains.math.answers import units
+from pipelinerl.domains.math.answers.parser import parse
+from pipelinerl.domains.math.answers.trees import NotParsedError
 from pipelinerl.domains.math.judge import judge, parse_with_library
-from pipelinerl.domains.math.latex import NotParsedError, parse
 
 HONEST = ("honest", "exam_honest", "kinds_honest", "variants_honest", "datasets_honest")
 CHEATS = ("cheats", "exam_cheats", "kinds_cheats", "variants_cheats", "datasets_cheats")

@@ -6,19 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from pipelinerl.domains.math.words import LABELS, NOUNS, PREFIXES, UNITS
-
-GENERIC = {"unit", "total"}
-"""Nouns that say nothing about what is counted."""
-SHORT_PLURALS = {"hrs": "hr", "mins": "min", "secs": "s", "lbs": "lb", "yds": "yd", "yrs": "year", "kph": "km/hour"}
-CURRENCIES = (
-    "dollar = [dollar] = USD = usd",
-    "cent = dollar / 100",
-    "euro = [euro] = EUR = eur",
-    "sterling = [sterling] = GBP",
-    "rupee = [rupee] = INR",
-    "yen = [yen] = JPY",
-)
+from pipelinerl.domains.math.answers.forms import CURRENCIES, GENERIC, LABELS, NOUNS, PREFIXES, SHORT_PLURALS, UNITS
 
 
 @dataclass(frozen=True)
@@ -137,8 +125,10 @@ def factor(answer: Measure, reference: Measure) -> Fraction | None:
     if sorted(answer.units) == sorted(reference.units):
         return Fraction(1)
     left, right = _built(answer), _built(reference)
-    if left.dimensionality != right.dimensionality or _is_offset(answer) or _is_offset(reference):
+    if left.dimensionality != right.dimensionality:
         return None
+    if any(name in ("degree_Celsius", "degree_Fahrenheit") for name, _ in (*answer.units, *reference.units)):
+        return None  # their zeros differ
     return Fraction((1 * left).to_base_units().magnitude) / Fraction((1 * right).to_base_units().magnitude)
 
 
@@ -147,7 +137,3 @@ def _built(measure: Measure) -> Any:
     for name, power in measure.units:
         unit = unit * registry().parse_units(name) ** int(power)
     return registry().Unit(unit)
-
-
-def _is_offset(measure: Measure) -> bool:
-    return any(name in ("degree_Celsius", "degree_Fahrenheit") for name, _ in measure.units)

@@ -5,19 +5,22 @@ Numbers are compared exactly if they are rational, else to ``values.DIGITS`` dig
 their symbols. ``Refusal`` says why an answer is not the reference.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import mpmath
 
-from pipelinerl.domains.math import units
-from pipelinerl.domains.math.latex import (
+from pipelinerl.domains.math.answers import units
+from pipelinerl.domains.math.answers.regions import Region, complement, half_lines, intersection, normalised, union
+from pipelinerl.domains.math.answers.trees import (
     MINUS_ONE,
     Based,
     Brackets,
@@ -31,25 +34,19 @@ from pipelinerl.domains.math.latex import (
     Num,
     Op,
     Ratio,
+    Refusal,
     Statement,
     Sym,
     Tree,
     UnitWords,
-)
-from pipelinerl.domains.math.units import Measure
-from pipelinerl.domains.math.values import (
-    DIGITS,
-    NoValueError,
-    TooLargeError,
     changed,
     children,
-    decimal_span,
-    exact,
-    numeric,
     parts,
     replaced,
     symbols,
-)
+)  # fmt: skip
+from pipelinerl.domains.math.answers.units import Measure
+from pipelinerl.domains.math.answers.values import DIGITS, NoValueError, TooLargeError, exact, numeric
 
 TOLERANCE = mpmath.mpf(10) ** -30
 MIN_DIGITS = 6
@@ -57,10 +54,6 @@ MIN_DIGITS = 6
 MIN_POINTS = 3
 MAX_SPAN = 1500
 """Decimal places between the numbers of an answer, beyond which it is compared only if it is rational."""
-
-
-class Refusal(ValueError):
-    """Why an answer is not the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +66,8 @@ class Rules:
     """What an answer leaves to be computed is accepted."""
 
 
-STRICT = Rules()
 STATED = Rules(operators=True)
 """For what an answer says of itself: `6 \\cdot 7 = 42`."""
-
-
-# --- regions of the real line
-
-Span = tuple[Any, bool, Any, bool]
-"""Lower end, whether it belongs to the span, upper end, whether it does."""
-
-
-@dataclass(frozen=True)
-class Region:
-    spans: tuple[Span, ...]
-    variable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,13 +100,7 @@ Value = Tree | Region | Equation | Inequality | Listing
 
 
 def same(answer: Statement, reference: Statement, rules: Rules) -> None:
-    """Raises ``Refusal`` unless the answer is the reference.
-
-    Args:
-        answer: the parsed answer.
-        reference: the parsed reference.
-        rules: how strictly the answer is judged.
-    """
+    """Raises ``Refusal`` unless the answer is the reference."""
     answer = with_parameter_of(answer, reference)
     with mpmath.workdps(DIGITS):
         answer, reference = in_standard_form(answer), in_standard_form(reference)
@@ -143,7 +117,7 @@ def same(answer: Statement, reference: Statement, rules: Rules) -> None:
 
 def numbers_in(statement: Statement) -> Iterator[Tree]:
     """The sides, ends and members of a statement that are compared as numbers."""
-    trees = [side for chain in statement.items for side in chain.sides if side is not None]
+    trees = statement.trees
     while trees:
         tree = trees.pop()
         if isinstance(tree, Brackets | FiniteSet | Join):
@@ -156,30 +130,18 @@ def numbers_in(statement: Statement) -> Iterator[Tree]:
 
 def with_parameter_of(answer: Statement, reference: Statement) -> Statement:
     """Gives an integer (``n\\pi, n \\in \\mathbb{Z}``) and a constant ``C`` the name that the reference has."""
-    in_answer, in_reference = map(_names_in, (answer, reference))
+    in_answer, in_reference = (frozenset().union(*map(symbols, side.trees)) for side in (answer, reference))
     for constant in in_answer - in_reference:
         other_case = constant[0].swapcase() + constant[1:]
         if constant[0] in "cC" and other_case in in_reference - in_answer:
-            answer = _with_sides(answer, lambda side: replaced(side, constant, Sym(other_case)))  # noqa: B023 — used at once
+            answer = answer.with_trees(lambda tree: replaced(tree, constant, Sym(other_case)))  # noqa: B023 — used at once
     theirs, ours = _parameters(reference), _parameters(answer)
     if len(theirs) != 1 or len(ours) != 1 or theirs == ours:
         return answer
     ((name, domain),), ((other, other_domain),) = theirs.items(), ours.items()
-    if domain != other_domain or any(Sym(name) in parts(side) for c in answer.items for side in c.sides if side):
+    if domain != other_domain or any(Sym(name) in parts(tree) for tree in answer.trees):
         return answer
-    return _with_sides(answer, lambda side: replaced(side, other, Sym(name)))
-
-
-def _names_in(statement: Statement) -> frozenset[str]:
-    return frozenset().union(*(symbols(side) for chain in statement.items for side in chain.sides if side))
-
-
-def _with_sides(statement: Statement, change: Callable[[Tree], Tree]) -> Statement:
-    chains = (
-        dataclasses.replace(chain, sides=tuple(side and change(side) for side in chain.sides))
-        for chain in statement.items
-    )
-    return dataclasses.replace(statement, items=tuple(chains))
+    return answer.with_trees(lambda tree: replaced(tree, other, Sym(name)))
 
 
 def in_standard_form(statement: Statement) -> Statement:
@@ -188,12 +150,12 @@ def in_standard_form(statement: Statement) -> Statement:
     if len(integers) != 1:
         return statement
     with_signs = [
-        _with_sides(Statement((chain,)), lambda side: _with_sign(side, sign)).items[0]  # noqa: B023 — used at once
-        for chain in statement.items
-        for sign in ((1, -1) if any(side is not None and _has_sign(side) for side in chain.sides) else (1,))
+        one.with_trees(lambda tree: _with_sign(tree, sign)).items[0]  # noqa: B023 — used at once
+        for one in (Statement((chain,)) for chain in statement.items)
+        for sign in ((1, -1) if any(map(_has_sign, one.trees)) else (1,))
     ]
     signed = dataclasses.replace(statement, items=tuple(with_signs))
-    return _with_sides(signed, lambda side: _shifted(side, integers[0]))
+    return signed.with_trees(lambda tree: _shifted(tree, integers[0]))
 
 
 def _shifted(tree: Tree, name: str) -> Tree:
@@ -401,10 +363,10 @@ def _inequality(chain: Chain) -> Value:
     sides = [side for side in chain.sides if side is not None]
     if len(sides) < len(chain.sides) or "=" in chain.relations:
         raise Refusal("a relation of names")
-    triples = [(a, relation, b) for (a, b), relation in zip(itertools.pairwise(sides), chain.relations, strict=True)]
-    regions = [_half_line(*triple) for triple in triples]
-    if None not in regions:
-        return functools.reduce(intersection, (region for region in regions if region is not None))
+    triples = list(zip(sides[:-1], chain.relations, sides[1:], strict=True))
+    regions = [region for triple in triples if (region := _half_line(*triple)) is not None]
+    if len(regions) == len(triples):
+        return functools.reduce(intersection, regions)
     if not set(chain.relations) <= {"<", "<=", ">", ">="}:
         raise Refusal("a statement")
     pairs = [
@@ -434,16 +396,11 @@ def _half_line(left: Tree, relation: str, right: Tree) -> Region | None:
         bound = numeric(right, {}, real=True)
     except NoValueError:
         return None
-    region = Region(_spans(relation, bound), variable.name)
+    region = Region(half_lines(relation, bound), variable.name)
     if variable is left:
         return region
-    mirrored = Region(_spans(MIRRORED[relation], -bound), variable.name)
+    mirrored = Region(half_lines(MIRRORED[relation], -bound), variable.name)
     return union(region, mirrored) if relation[0] == ">" else intersection(region, mirrored)
-
-
-def _spans(relation: str, bound: Any) -> tuple[Span, ...]:
-    below, above = (-mpmath.inf, False, bound, relation == "<="), (bound, relation == ">=", mpmath.inf, False)
-    return {"<": (below,), ">": (above,), "!": (below, above)}[relation[0]]
 
 
 def region_of(value: Value) -> Region | None:
@@ -454,53 +411,13 @@ def region_of(value: Value) -> Region | None:
             low, high = (numeric(item, {}, real=True) for item in value.items)
             if low > high or (low == high and value.kind != "[]"):
                 return None
-            return Region(((low, value.opening == "[", high, value.closing == "]"),))
+            return Region((((low, value.opening == "("), (high, value.closing == "]")),))
         if isinstance(value, Listing) and value.braces:
             points = [numeric(item, {}, real=True) for item in value.items if isinstance(item, Num | Op | Sym)]
-            return normalised([(p, True, p, True) for p in points]) if len(points) == len(value.items) else None
+            return normalised(((p, False), (p, True)) for p in points) if len(points) == len(value.items) else None
     except NoValueError:
         return None
     return None
-
-
-def normalised(spans: Sequence[Span], variable: str | None = None) -> Region:
-    """Sorts spans, and joins those that overlap or meet at a point that one contains: (a, b) ∪ (b, c) stays two."""
-    joined: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span[0], not span[1])):
-        if joined:
-            low, low_in, high, high_in = joined[-1]
-            if span[0] < high or (span[0] == high and (span[1] or high_in)):
-                top = max((high, high_in), (span[2], span[3]))
-                joined[-1] = (low, low_in, *top)
-                continue
-        joined.append(span)
-    return Region(tuple(joined), variable)
-
-
-def union(left: Region, right: Region) -> Region:
-    return normalised([*left.spans, *right.spans], _variable(left, right))
-
-
-def complement(region: Region) -> Region:
-    spans, low, low_in = [], -mpmath.inf, False
-    for start, start_in, end, end_in in normalised(region.spans).spans:
-        if start > low or (start == low and low_in and not start_in):
-            spans.append((low, low_in, start, not start_in))
-        low, low_in = end, not end_in
-    if low < mpmath.inf:
-        spans.append((low, low_in, mpmath.inf, False))
-    return Region(tuple(spans), region.variable)
-
-
-def intersection(left: Region, right: Region) -> Region:
-    joined = complement(union(complement(left), complement(right)))
-    return dataclasses.replace(joined, variable=_variable(left, right))
-
-
-def _variable(left: Region, right: Region) -> str | None:
-    if left.variable and right.variable and left.variable != right.variable:
-        raise Refusal("inequalities of two variables")
-    return left.variable or right.variable
 
 
 # --- equality
@@ -514,7 +431,7 @@ def equal(answer: Value, reference: Value, rules: Rules) -> bool:
         if not (isinstance(answer.element, Sym) and answer.domain == reference.domain):
             return answer == reference
         name, other = answer.element.name, reference.element
-        condition = _with_sides(answer.condition, lambda side: replaced(side, name, other))
+        condition = answer.condition.with_trees(lambda tree: replaced(tree, name, other))
         return equal(meaning(condition), meaning(reference.condition), rules)
     if isinstance(reference, Listing):
         return _equal_listings(answer, reference, rules)
@@ -665,10 +582,10 @@ def _equal_regions(answer: Value, reference: Value) -> bool:
     left, right = region_of(_as_set(answer)), region_of(_as_set(reference))
     if left is None or right is None or (left.variable and right.variable and left.variable != right.variable):
         return False
-    left, right = normalised(left.spans), normalised(right.spans)
-    return len(left.spans) == len(right.spans) and all(
-        _near(a[0], b[0]) and _near(a[2], b[2]) and (a[1], a[3]) == (b[1], b[3])
-        for a, b in zip(left.spans, right.spans, strict=True)
+    ours, theirs = (list(itertools.chain(*normalised(region.spans).spans)) for region in (left, right))
+    return len(ours) == len(theirs) and all(
+        _near(number, other) and side == other_side
+        for (number, side), (other, other_side) in zip(ours, theirs, strict=True)
     )
 
 
@@ -921,7 +838,10 @@ def _near_with_more_digits(answer: Tree, reference: Tree, names: list[str], numb
     """
     real = _is_real(answer, reference)
     at = _values_at(number, names)
-    span = max(decimal_span(tree, at, real=real, log_base=base) for tree in (answer, reference))
+    bits = [0]
+    for tree in (answer, reference):
+        numeric(tree, at, real=real, log_base=base, bits=bits)
+    span = int(max(bits) * math.log10(2)) + 1
     if span > MAX_SPAN:
         raise TooLargeError("numbers that are too far apart to be compared")
     with mpmath.workdps(DIGITS + 3 * span):
@@ -951,23 +871,22 @@ def _values_at(number: int, names: list[str]) -> dict[str, Any]:
     return {name: mpmath.mpf(POINTS[number][i % 5]) + (i // 5) for i, name in enumerate(names)}
 
 
-def _at_points(tree: Tree, names: list[str], base: int, *, real: bool) -> list[Any]:
-    values: list[Any] = []
+def _pairs_at_points(one: Tree, other: Tree, names: list[str], base: int, *, real: bool) -> dict[int, tuple[Any, Any]]:
+    """Number of a point → the values of both trees there. Points where one has no value are left out."""
+    pairs: dict[int, tuple[Any, Any]] = {}
     for number in range(len(POINTS) if names else 1):
-        try:
-            values.append(numeric(tree, _values_at(number, names), real=real, log_base=base))
-        except NoValueError:
-            values.append(None)
-    return values
+        at = _values_at(number, names)
+        with contextlib.suppress(NoValueError):
+            first, second = (numeric(tree, at, real=real, log_base=base) for tree in (one, other))
+            pairs[number] = (first, second)
+    return pairs
 
 
 def _agree_at_points(answer: Tree, reference: Tree, names: list[str], base: int) -> bool:
-    real = _is_real(answer, reference)
-    pairs = list(zip(*(_at_points(tree, names, base, real=real) for tree in (answer, reference)), strict=True))
-    both = [number for number, (a, b) in enumerate(pairs) if a is not None and b is not None]
-    if len(both) < min(MIN_POINTS, len(pairs)) or not all(_near(*pairs[number]) for number in both):
+    pairs = _pairs_at_points(answer, reference, names, base, real=_is_real(answer, reference))
+    if len(pairs) < (MIN_POINTS if names else 1) or not all(_near(*pair) for pair in pairs.values()):
         return False
-    return all(_near_with_more_digits(answer, reference, names, number, base) for number in both[:MIN_POINTS])
+    return all(_near_with_more_digits(answer, reference, names, number, base) for number in list(pairs)[:MIN_POINTS])
 
 
 def _proportional(one: Tree, other: Tree, *, positive: bool = False) -> bool:
@@ -975,9 +894,8 @@ def _proportional(one: Tree, other: Tree, *, positive: bool = False) -> bool:
     names = sorted(symbols(one) | symbols(other))
     if not names:
         return False
-    pairs = zip(*(_at_points(tree, names, 10, real=True) for tree in (one, other)), strict=True)
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    ratios = [a / b for a, b in both if b != 0]
-    if len(ratios) < MIN_POINTS or any(a != 0 for a, b in both if b == 0):
+    pairs = _pairs_at_points(one, other, names, 10, real=True).values()
+    ratios = [a / b for a, b in pairs if b != 0]
+    if len(ratios) < MIN_POINTS or any(a != 0 for a, b in pairs if b == 0):
         return False
     return all(_near(ratio, ratios[0]) for ratio in ratios) and ratios[0] != 0 and (ratios[0] > 0 or not positive)

@@ -1,17 +1,15 @@
 """The value of a tree: exact where it is rational, else to ``DIGITS`` digits at given values of its symbols."""
 
-import dataclasses
-import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 import mpmath
 
-from pipelinerl.domains.math.latex import Brackets, FiniteSet, Join, Matrix, Num, Op, Ratio, Sym, Tree, UnitWords
+from pipelinerl.domains.math.answers.trees import Num, Op, Sym, Tree, UnitWords
 
 DIGITS = 60
 MAX_POWER_DIGITS = 20_000
@@ -58,53 +56,6 @@ def _exact_operation(name: str, values: list[Fraction]) -> Fraction | None:
         return None
     too_large = abs(right) * max(left.numerator.bit_length(), left.denominator.bit_length()) > MAX_BITS
     return None if too_large else left ** int(right)
-
-
-def symbols(tree: Tree) -> frozenset[str]:
-    """The free symbols of a tree. The constants are not among them."""
-    return frozenset(part.name for part in parts(tree) if isinstance(part, Sym)) - CONSTANTS.keys()
-
-
-def children(tree: Tree) -> tuple[Tree, ...]:
-    """The trees directly in a tree."""
-    match tree:
-        case Op():
-            return tree.args
-        case Brackets() | FiniteSet() | Ratio() | Join():
-            return tree.items
-        case Matrix():
-            return tuple(itertools.chain(*tree.rows))
-    return ()
-
-
-def parts(tree: Tree) -> Iterator[Tree]:
-    yield tree
-    for child in children(tree):
-        yield from parts(child)
-
-
-def changed(tree: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """The tree with every tree directly in it changed."""
-    match tree:
-        case Op():
-            return Op(tree.name, tuple(map(change, tree.args)))
-        case Brackets() | FiniteSet() | Ratio() | Join():
-            return dataclasses.replace(tree, items=tuple(map(change, tree.items)))  # type: ignore[arg-type]
-        case Matrix():
-            return Matrix(tuple(tuple(map(change, row)) for row in tree.rows))
-    return tree
-
-
-def replaced(tree: Tree, name: str, by: Tree) -> Tree:
-    """The tree with another tree in place of one of its symbols."""
-    return by if tree == Sym(name) else changed(tree, lambda part: replaced(part, name, by))
-
-
-def decimal_span(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10) -> int:
-    """How many decimal places lie between 1 and the largest or smallest number on the way to a tree's value."""
-    bits = [0]
-    numeric(tree, at, real=real, log_base=log_base, bits=bits)
-    return int(max(bits) * math.log10(2)) + 1
 
 
 def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10, bits: list[int] | None = None) -> Any:

@@ -12,252 +12,39 @@ source: it equals itself and nothing else. Text inside a term is a ``UnitWords``
 """
 
 import re
-import unicodedata
-from dataclasses import dataclass, field
 from fractions import Fraction
 
-from pipelinerl.domains.math import units
+from pipelinerl.domains.math.answers import forms, units
+from pipelinerl.domains.math.answers.tokens import END, Token, tokenize, without_braces
+from pipelinerl.domains.math.answers.trees import (
+    MINUS_ONE,
+    REAL_LINE,
+    Based,
+    Brackets,
+    Builder,
+    Cases,
+    Chain,
+    Clock,
+    FiniteSet,
+    Join,
+    Matrix,
+    NotParsedError,
+    Num,
+    Op,
+    Ratio,
+    Statement,
+    Sym,
+    Tree,
+    UnitWords,
+)  # fmt: skip
 
 MAX_DEPTH = 60
 
 
-class NotParsedError(ValueError):
-    """The text is no answer of the grammar."""
-
-
-@dataclass(frozen=True)
-class Num:
-    value: Fraction
-    decimals: int | None = None
-    """Digits after the point. None: the number is written without one."""
-    digits: int = 0
-    """Significant digits."""
-    repeating: bool = False
-
-
-@dataclass(frozen=True)
-class Sym:
-    name: str
-
-
-@dataclass(frozen=True)
-class UnitWords:
-    words: str
-
-
-@dataclass(frozen=True)
-class Op:
-    """``name`` is one of ``+ * / ^ neg pm mp root log abs ! binom mod compound`` or the name of a function.
-
-    ``compound`` is a sum of measures: ``2 h 30 min``.
-    """
-
-    name: str
-    args: tuple["Tree", ...]
-
-
-@dataclass(frozen=True)
-class Brackets:
-    """A tuple or an interval. ``opening`` is ``(`` or ``[``, ``closing`` ``)`` or ``]``."""
-
-    opening: str
-    closing: str
-    items: tuple["Tree", ...]
-
-    @property
-    def kind(self) -> str:
-        return self.opening + self.closing
-
-
-@dataclass(frozen=True)
-class FiniteSet:
-    """A set that names its members."""
-
-    items: tuple["Tree", ...]
-
-
-@dataclass(frozen=True)
-class Builder:
-    """The set of all values of an element for which a condition holds."""
-
-    element: "Tree"
-    condition: "Statement"
-    domain: "Tree | None" = None
-    """What the element is taken from, if it is not ℝ."""
-
-
-@dataclass(frozen=True)
-class Cases:
-    """A value for each of several conditions. None: where no other holds."""
-
-    pieces: tuple[tuple["Tree", "Statement | None"], ...]
-
-
-@dataclass(frozen=True)
-class Join:
-    """``name`` is ``cup``, ``cap`` or ``setminus``."""
-
-    name: str
-    items: tuple["Tree", "Tree"]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    items: tuple["Tree", ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    rows: tuple[tuple["Tree", ...], ...]
-
-
-@dataclass(frozen=True)
-class Based:
-    """A numeral in another base than ten."""
-
-    digits: str
-    base: str
-
-
-@dataclass(frozen=True)
-class Clock:
-    """A time of day. ``minutes`` after midnight or noon, ``half`` is ``am`` or ``pm``."""
-
-    minutes: int
-    half: str
-
-
-@dataclass(frozen=True)
-class Chain:
-    """``side relation side …``. A side that is only a name may have no tree."""
-
-    sides: tuple["Tree | None", ...]
-    relations: tuple[str, ...] = ()
-    labels: frozenset[int] = frozenset()
-    """Indices of sides that are a plain name: ``x``, ``f(41)``, ``AB``."""
-
-
-@dataclass(frozen=True)
-class Statement:
-    """``separator`` is ``,``, ``or``, ``and``, or empty for a single item."""
-
-    items: tuple[Chain, ...]
-    separator: str = ""
-
-
-MINUS_ONE = Num(Fraction(-1), digits=1)
-REAL_LINE = Brackets("(", ")", (Op("neg", (Sym("infty"),)), Sym("infty")))
-Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Cases | Join | Ratio | Matrix | Based | Clock
-
-
-@dataclass(frozen=True)
-class Token:
-    kind: str
-    """``num``, ``cmd``, ``letter``, ``text``, ``sym``, or ``end`` behind the last token."""
-    text: str
-    gap: bool = False
-    """Whether a space comes before it."""
-    number: Num | None = field(default=None, compare=False)
-
-
-END = Token("end", "the end")
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-UNICODE = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
-        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ",
-        "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
-        "≈": r"\approx ", "μ": r"\mu ", "µ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta ", "α": r"\alpha ",
-        "€": r"\euro ", "£": r"\pounds ", "₹": r"\rupee ", "¥": r"\yen ", "¢": r"\cents ", "…": r"\ldots ",
-        "⁄": "/", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
-    }
-)  # fmt: skip
-SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "_": "₀₁₂₃₄₅₆₇₈₉"}
-"""The characters that stand for ``0`` to ``9``, ``+`` and ``-`` as a power or an index."""
-VULGAR = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒"
-DEGREE = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
-PRIMES = re.compile(r"\^\s*(?:\\prime(?![A-Za-z])|\{(?:\s*\\prime)+\s*\})")
-MODULUS = re.compile(r"\(\s*\\[bp]?mod\s*\{?(\w+)\}?\s*\)|\\text\s*\{\s*\(mod (\w+)\)\s*\}")
-NO_MEANING = re.compile(
-    r"\\(?:left|right)\s*\.|\\(?:left|right|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|ensuremath|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
-    r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
-    r"|(?<=\\\\)\s*\[[\d.]+\s*[a-z]+\]|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:begin|end)\{(?:aligned|gathered|split)\}|&\s*(?==)|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
-)
-SPACE = re.compile(r"(?<!\\)\\(?:[,;: >]|(?:quad|qquad|thinspace|enspace|space)(?![A-Za-z]))|\\hspace\s*\{[^{}]*\}|~")
-TEXT = re.compile(r"\\(?:text|textrm|textnormal|textbf|textit|mathrm|rm|mbox|hbox)\s*(?=\{)")
-GROUPS = r"(?:[ ]\d{3})+(?!\d)"
-REPEATING = re.compile(
-    r"(?P<whole>\d*)\.(?P<part>\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<over>\d+)\}|(?P<digit>\d))(?:(?P<inner>\d*)\\dot"
-    r"\s*\{?(?P<last>\d)\}?)?|\((?P<brackets>\d+)\)|\s*(?P<dots>\.\.\.|\\(?:ldots|dots|cdots)(?![A-Za-z])))"
-)
-"""Repeating decimals: ``0.\\overline{3}``, ``0.1\\dot{4}2\\dot{7}``, ``0.(36)``, ``0.3636...``."""
-NUMBER = re.compile(
-    r"(?P<grouped>(?<![\d.])\d{1,3}(?:(?:\{,\}\d{3})+|(?:,\d{3})+|(?: \d{3})+)(?![\d])(?:\.\d+)?)"
-    r"|(?P<plain>\d+\.\d+|\d+|\.\d+)(?:[eE](?P<exponent>[+-]?\d{1,4})(?![\d.]))?"
-)
-TAKES_ARGUMENT = _words("^ _ frac sqrt binom")
-BRACE = re.compile(r"\\.|[{}]", re.S)
-"""A brace, or a backslash with what it escapes."""
-COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
-NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*([a-z]+)\s*\}")
-RATIO = re.compile(r"\s*(\d+)\s+(to|in|out of)\s+(\d+)\s*")
-CHOICE = re.compile(r"\s*(?P<word>(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-H])(?P<mark>[).:]*)\s*")
-CHOICES = re.compile(r"[\s(]*[A-Z][\s)]*(?:(?:,|and|or|&)+[\s(]*[A-Z][\s)]*)+")
-
-FUNCTIONS = _words(
-    "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh"
-)  # fmt: skip
-PLAIN_WORDS = {"sqrt", "pi", "infty", *FUNCTIONS}
-"""Commands that are understood without their backslash."""
-OTHER_NAMES = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "frac"), **dict.fromkeys(("dbinom", "tbinom"), "binom"),
-    "tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "cosec": "csc", "sh": "sinh", "ch": "cosh",
-    "th": "tanh",
-}  # fmt: skip
-"""Other names of commands."""
-SYMBOLS = {
-    "{": "\\{", "}": "\\}", "lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")", "lvert": "|", "rvert": "|",
-    "vert": "|", "cdot": "*", "times": "*", "div": "/", "colon": ":", "degree": "°", "%": "%", "$": "$",
-}  # fmt: skip
-"""Commands that stand for a character."""
-OPENING = ("(", "[", "{", "\\{")
-CLOSING = (")", "]", "}", "\\}")
-DOTS = ("ldots", "dots", "cdots")
-UNDONE = _words(
-    """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
-    nabla"""
-)
-GREEK = _words(
-    """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
-    upsilon     phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon
-    Phi Psi Omega ell hbar imath jmath"""
-)
-DECORATED = _words("overline overrightarrow overleftrightarrow vec hat widehat tilde bar dot ddot angle triangle")
-RELATIONS = {
-    "=": "=", "equiv": "=", "approx": "~", "doteq": "~", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=",
-    "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "ne": "!=", "neq": "!=", "in": "in",
-}  # fmt: skip
-CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterling", "cents": "cent",
-            "rupee": "rupee", "yen": "yen"}  # fmt: skip
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-"""Words behind a number that are part of it."""
-NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d(?::\d\d)?)(\s*[APap]\.?[Mm]\.?\s*|\s+[A-Za-z][A-Za-z ]*)")
-CONNECTIVES = {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}
-
-
 def parse(text: str, *, bare_units: bool = True) -> Statement:
-    r"""Parses a whole answer.
+    """Parses a whole answer, LaTeX without its environment.
 
-    Args:
-        text: LaTeX without its environment.
-        bare_units: letters behind a number and a space are a unit (``5 cm``), not a product.
-    Raises:
-        NotParsedError: the grammar does not cover the text.
+    ``bare_units``: letters behind a number and a space are a unit (``5 cm``), not a product.
     """
     tokens, parameter = _without_quantifier(without_braces(tokenize(text)))
     if (known := _known_words(_words_of(tokens))) is not None:
@@ -269,22 +56,10 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
     return _family(answer if parameter is None else Statement((*answer.items, parameter), answer.separator or ","))
 
 
-QUANTIFIER = re.compile(
-    r"(?P<clause>\(|for|where|with)?(?P<all> ?(?:all|any|every|each|some))?"
-    r"(?: ?(?P<kind>integer|real)s?(?: values?| numbers?)?(?: of)?)? ?\b(?P<name>[a-z])"
-    r"(?P<integer> is an?y?(?: arbitrary)? integer| an integer)?(?P<taken> in mathbb (?:\{ )?(?P<set>[A-Z])(?: \})?)?"
-    r" ?\)?"
-)
-"""What a name behind an answer stands for: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
-
-QUANTIFIER_TOKENS = 12
-"""As many tokens it has at most."""
-
-
 def _without_quantifier(tokens: list[Token]) -> tuple[list[Token], Chain | None]:
     """Takes what the end of an answer says of a name. Of a real number it says nothing."""
-    for at in range(max(1, len(tokens) - QUANTIFIER_TOKENS), len(tokens)):
-        match = QUANTIFIER.fullmatch(" ".join(" ".join(token.text for token in tokens[at:]).split()).strip(" ,."))
+    for at in range(max(1, len(tokens) - forms.QUANTIFIER_TOKENS), len(tokens)):
+        match = forms.QUANTIFIER.fullmatch(" ".join(" ".join(token.text for token in tokens[at:]).split()).strip(" ,."))
         if match is None:
             continue
         speaks = match["clause"] and (match["all"] or match["kind"] or match["taken"])
@@ -318,49 +93,6 @@ def _family(answer: Statement) -> Statement:
     return Statement((Chain((*chain.sides[:-1], last.element), relations, chain.labels), *conditions), ",")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A letter of a multiple choice, and whether its text follows: ``(B) 42``."""
-
-    letter: str
-    has_text: bool
-
-
-def choices(text: str) -> frozenset[str]:
-    """The letters of an answer that chooses several: ``AC``, ``A, C``, ``A and C``. Empty for any other answer."""
-    tokens = _tokens_of(text)
-    letters = [token.text.strip() for token in tokens if token.text not in (",", ";") and token.text.strip() != "and"]
-    known = all(CHOICE.fullmatch(letter) and len(letter) == 1 for letter in letters)
-    return frozenset(letters) if known and len(set(letters)) == len(letters) > 1 else frozenset()
-
-
-def _tokens_of(text: str) -> list[Token]:
-    try:
-        return without_braces(tokenize(text))
-    except NotParsedError:
-        return []
-
-
-def choice(text: str) -> Choice | None:
-    """The one letter that an answer chooses. None for an answer that is no choice, or names several."""
-    if not (tokens := _tokens_of(text)):
-        return None
-    texts = [token.text for token in tokens]
-    if tokens[0].kind == "text" and (label := CHOICE.fullmatch(texts[0])):
-        letter, is_label, rest = label["letter"], bool(label["word"] or label["mark"]), tokens[1:]
-    elif texts[:1] == ["("] and texts[2:3] == [")"] and CHOICE.fullmatch(texts[1]):
-        letter, is_label, rest = texts[1], True, tokens[3:]
-    elif tokens[0].kind == "letter" and CHOICE.fullmatch(texts[0]):
-        letter, is_label, rest = texts[0], texts[1:2] == [")"], tokens[2:] if texts[1:2] == [")"] else tokens[1:]
-    else:
-        return None
-    if not rest:
-        return Choice(letter, has_text=False)
-    names_more = any(CHOICE.fullmatch(t.text) or t.text.strip() in (",", ";", "or", "and", "not") for t in rest)
-    follows = rest[0].gap or rest[0].kind in ("num", "text")
-    return Choice(letter, has_text=True) if is_label and follows and not names_more else None
-
-
 def _words_of(tokens: list[Token]) -> str:
     """The words of an answer that has nothing else, in small letters. Else an empty text."""
     if not all(token.kind in ("text", "letter") or token.text == "-" for token in tokens):
@@ -369,172 +101,22 @@ def _words_of(tokens: list[Token]) -> str:
     return " ".join(joined.replace("-", " ").lower().split()).strip(" .")
 
 
-UNITS = re.findall(
-    r"\w+",
-    """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen""",
-)
-TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
-NAMED_SETS: dict[str, Tree] = {
-    **dict.fromkeys(("all real numbers", "all reals", "any real number", "every real number"), REAL_LINE),
-    **dict.fromkeys(
-        ("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set"),
-        FiniteSet(()),
-    ),
-}
-
-
 def _known_words(words: str) -> Tree | None:
     """The number or set that words name. None for other words."""
-    if words in NAMED_SETS:
-        return NAMED_SETS[words]
+    if words in forms.NAMED_SETS:
+        return forms.NAMED_SETS[words]
     total, group = 0, 0
     last = 10**9
     for word in words.split():
-        if (size := SCALES.get(word, 0)) and group:
+        if (size := forms.SCALES.get(word, 0)) and group:
             total, group = (total, group * size) if size <= 100 else (total + group * size, 0)
             last = size
             continue
-        value = UNITS.index(word) if word in UNITS else 10 * TENS.index(word) + 20 if word in TENS else None
+        value = forms.NUMBERS.get(word)
         if value is None or (group and not (last >= 100 or (20 <= last < 100 and 0 < value < 10))):
             return None
         group, last = group + value, value
     return Num(Fraction(total + group)) if words else None
-
-
-def without_braces(tokens: list[Token]) -> list[Token]:
-    """Drops braces around all tokens, which are left of a command without meaning, and brackets around equations."""
-    if any(token.text in ("choose", "over") for token in tokens):
-        return tokens  # they split the group that they are in
-    depth = 0
-    inside = set()
-    for at, token in enumerate(tokens):
-        depth += (token.text in OPENING) - (token.text in CLOSING)
-        if depth == 1:
-            inside.add(token.text)
-        if depth == 0:
-            drop = tokens[0].text == "{" or (
-                tokens[0].text in OPENING and "=" in inside and not inside & {":", "mid", "|"}
-            )
-            return without_braces(tokens[1:-1]) if drop and 0 < at == len(tokens) - 1 else tokens
-    return tokens
-
-
-def _plain_characters(text: str) -> str:
-    """Writes what Unicode has in one character as LaTeX does."""
-    for mark, characters in SCRIPTS.items():
-        digits = str.maketrans(characters, "0123456789+-"[: len(characters)])
-        text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
-    text = re.sub(
-        f"[{VULGAR}]", lambda one: f"\\frac{{{unicodedata.normalize('NFKC', one[0]).replace('⁄', '}{')}}}", text
-    )
-    text = re.sub(r"\^\{?(\d+)\}?\s*/\s*_\{?(\d+)\}?", r"\\frac{\1}{\2}", text.translate(UNICODE))
-    text = re.sub(r",\s*\\!\s*(?=\d{3}(?!\d))", "{,}", MODULUS.sub(r"\\pmod{\1\2}", DEGREE.sub("°", text)))
-    text = PRIMES.sub(lambda primes: "'" * primes[0].count("prime"), text)
-    return text.replace("<=", r"\le ").replace(">=", r"\ge ")
-
-
-def tokenize(text: str) -> list[Token]:
-    text = re.sub(r"(?<![\d.])\.\.\.", r"\\ldots ", _plain_characters(text))
-    text = SPACE.sub(" ", NO_MEANING.sub(lambda m: "-" if "minus" in m[0] else " ", text)).strip()
-    text = re.sub(r"\{([-+:=<>])\}", r"\1", text)
-    text = re.sub(r"\\operatorname\*", r"\\operatorname", re.sub(r"(?<=\w|\}|\))\.$", "", text))
-    tokens: list[Token] = []
-    position, depth, gap = 0, 0, False
-    while position < len(text):
-        if text[position].isspace():
-            position, gap = position + 1, True
-            continue
-        is_argument = bool(tokens) and tokens[-1].text in TAKES_ARGUMENT
-        found, position = _next_tokens(text, position, depth, gap, is_argument)
-        tokens += found
-        depth += sum(
-            (token.text in OPENING) - (token.text in CLOSING) for token in found if token.text not in ("{", "}")
-        )
-        gap = not found
-    return tokens
-
-
-def _next_tokens(text: str, position: int, depth: int, gap: bool, is_argument: bool) -> tuple[list[Token], int]:
-    """The tokens that begin at a position, and the position behind them."""
-    if wrapped := TEXT.match(text, position):
-        end = closing_brace(text, wrapped.end())
-        content, behind = text[wrapped.end() + 1 : end], text[end + 1 :].strip()
-        if behind and (sign := re.fullmatch(r"(.*?)\b(?:minus|negative)\s*", content, re.I | re.S)):
-            return [*_tokens_of_words(sign[1], gap), Token("sym", "-", gap)], end + 1
-        return _tokens_of_words(content, gap), end + 1
-    if (match := REPEATING.match(text, position)) and (number := _repeating(match)) is not None:
-        return [Token("num", match[0], gap, number)], match.end()
-    if match := NUMBER.match(text, position):
-        is_list = depth > 0 and match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"]
-        if is_list or (is_argument and " " in match[0]):
-            match = re.compile(r"(?P<grouped>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
-        return [Token("num", match[0], gap, _number(match))], match.end()
-    if (match := NAMED_FUNCTION.match(text, position)) and OTHER_NAMES.get(match[1], match[1]) in FUNCTIONS:
-        return [Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap)], match.end()
-    if match := COMMAND.match(text, position):
-        if match[1] in SYMBOLS:
-            return [Token("sym", SYMBOLS[match[1]], gap)], match.end()
-        return [Token("cmd", OTHER_NAMES.get(match[1], match[1]), gap)], match.end()
-    if match := re.compile("[A-Za-z]+").match(text, position):
-        if match[0] in ("or", "and") and (gap or position == 0):
-            return [Token("text", match[0], gap)], match.end()
-        if match[0] in PLAIN_WORDS:
-            return [Token("cmd", match[0], gap)], match.end()
-        return [Token("letter", letter, gap and i == 0) for i, letter in enumerate(match[0])], match.end()
-    return [Token("sym", text[position], gap)], position + 1
-
-
-def _tokens_of_words(content: str, gap: bool) -> list[Token]:
-    """The tokens of what stands inside ``\\text{}``."""
-    if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
-        return tokenize(content)
-    content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
-    word = content.strip()
-    if ratio := RATIO.fullmatch(content):
-        return [*tokenize(ratio[1]), Token("text", ratio[2]), *tokenize(ratio[3])]
-    if counted := NUMBER_AND_WORDS.fullmatch(content):
-        return [*tokenize(counted[1]), Token("text", counted[2])]
-    if CHOICES.fullmatch(content):
-        return tokenize(content.replace("&", " and "))
-    if word in ("$", "%") or word.removeprefix("\\") in CURRENCY:
-        return [Token("sym", word.removeprefix("\\"), gap)]
-    return [Token("text", content, gap)] if word else []
-
-
-def closing_brace(text: str, opening: int) -> int:
-    """The position of the brace that closes the one at a position."""
-    depth = 0
-    for brace in BRACE.finditer(text, opening):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return brace.start()
-    raise NotParsedError("a brace is not closed")
-
-
-def _repeating(match: re.Match[str]) -> Num | None:
-    """The value of a repeating decimal. None if the digits before dots show no period."""
-    whole, part = match["whole"] or "0", match["part"]
-    period = match["brackets"] or (match["over"] or match["digit"] or "") + (match["inner"] or "") + (
-        match["last"] or ""
-    )
-    if match["dots"]:
-        shown = re.search(r"(\d+?)\1{2,}$|(\d{2,}?)\2$", part)
-        if shown is None:
-            return None
-        period = shown[1] or shown[2]
-    scale = 10 ** len(part)
-    value = Fraction(int(whole + part), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
-    return Num(value, len(part), repeating=True)
-
-
-def _number(match: re.Match[str]) -> Num:
-    text = re.sub(r"[ ,{}]", "", match["grouped"] or match["plain"])
-    decimals = len(text.partition(".")[2]) if "." in text else None
-    value = Fraction(text if text[0] != "." else "0" + text)
-    if match["exponent"]:
-        value *= Fraction(10) ** int(match["exponent"])
-    return Num(value, decimals, len(text.replace(".", "").lstrip("0")))
 
 
 class Parser:
@@ -588,14 +170,13 @@ class Parser:
     def separator(self) -> str | None:
         found = None
         while True:
-            token = self.next
-            word = token.text.strip(" ,.").lower() if token.kind == "text" else ""
+            token, word = self.next, self.next.word
             if token.kind == "sym" and token.text in (",", ";"):
                 found = found or ","
             elif word in ("or", "and") or (token.kind == "text" and not word and "," in token.text):
                 found = word or found or ","
-            elif token.kind == "cmd" and token.text in CONNECTIVES:
-                found = CONNECTIVES[token.text]
+            elif token.kind == "cmd" and token.text in forms.CONNECTIVES:
+                found = forms.CONNECTIVES[token.text]
             else:
                 return found
             self._position += 1
@@ -608,7 +189,7 @@ class Parser:
         relations: list[str] = []
         labels: set[int] = set()
         if self.sees("approx") or (self.sees("=") and self._position == 0):
-            sides, relations, labels = [None], [RELATIONS[self.expect("approx", "=")]], {0}
+            sides, relations, labels = [None], [forms.RELATIONS[self.expect("approx", "=")]], {0}
         while True:
             start = self._position
             name_end = self.plain_name()
@@ -625,9 +206,9 @@ class Parser:
                 labels.add(len(sides))
             assert self._position > start, "a side has tokens"
             sides.append(side)
-            if (relation := self.accept(*RELATIONS)) is None:
+            if (relation := self.accept(*forms.RELATIONS)) is None:
                 break
-            relations.append(RELATIONS[relation])
+            relations.append(forms.RELATIONS[relation])
             self.skip_label()
         if sides == [None]:
             raise NotParsedError("a name without a value")
@@ -635,11 +216,11 @@ class Parser:
 
     def _at_end_of_side(self, ends: frozenset[str]) -> bool:
         token = self.next
-        if token == END or self.sees(*RELATIONS):
+        if token == END or self.sees(*forms.RELATIONS):
             return True
         if token.kind == "text":
-            return token.text.strip(" ,.").lower() in ("or", "and", "")
-        return token.text in ends or token.text in (",", ";") or token.text in CONNECTIVES
+            return token.word in ("or", "and", "")
+        return token.text in ends or token.text in (",", ";") or token.text in forms.CONNECTIVES
 
     def skip_label(self) -> None:
         """Skips words in front of a value (``\\text{Area} =``, ``\\text{The answer is}``)."""
@@ -647,11 +228,12 @@ class Parser:
         if token.kind != "text" or following == END or following.text == "_":
             return
         ends_in_verb = re.search(r"(?:\b(?:is|are|equals|to|by|total of)|:)[\s$]*$", token.text)
-        is_figure = following.text.isupper() or following.text in DECORATED
-        of_name = is_figure or following.kind == "letter" or following.text in GREEK
+        is_figure = following.text.isupper() or following.text in forms.DECORATED
+        of_name = is_figure or following.kind == "letter" or following.text in forms.GREEK
         words = re.sub(r" of\s*$", "", token.text) if of_name else token.text
         nouns = bool(ends_in_verb or is_figure or following.text in ("=", ":"))  # not `root of` x
-        if not re.search("[A-Za-z]", words) or not (units.is_label(words, nouns=nouns) or CHOICE.fullmatch(words)):
+        is_label = units.is_label(words, nouns=nouns) or forms.CHOICE.fullmatch(words)
+        if not re.search("[A-Za-z]", words) or not is_label:
             return
         is_called = following.text == "(" and token.text[-1:].isalpha()
         if not is_called and following.kind != "text" and following.text not in (",", ";", "/", "^"):
@@ -661,13 +243,13 @@ class Parser:
     def plain_name(self) -> int | None:
         """The position behind a plain name that a relation follows: ``x``, ``AB``, ``f(41)``, ``P(X=1)``. Else None."""
         at = self._position
-        while self.token(at).kind == "cmd" and self.token(at).text in DECORATED:
+        while self.token(at).kind == "cmd" and self.token(at).text in forms.DECORATED:
             at += 1
         bars = at
         while self.token(at).text in ("|", "{"):
             at += 1
         bars, letters = at - bars, at
-        while self.token(at).kind == "letter" or (self.token(at).kind == "cmd" and self.token(at).text in GREEK):
+        while self.token(at).kind == "letter" or (self.token(at).kind == "cmd" and self.token(at).text in forms.GREEK):
             at += 1
         if at == letters or any(self.token(at + bar).text not in ("|", "}") for bar in range(bars)):
             return None
@@ -679,12 +261,17 @@ class Parser:
         if self.token(at).text == "(":
             at = self._behind_group(at)
         end = self.token(at)
-        return at if end == END or (end.kind in ("sym", "cmd") and end.text in RELATIONS) else None
+        return at if end == END or (end.kind in ("sym", "cmd") and end.text in forms.RELATIONS) else None
 
     def _behind_argument(self, at: int) -> int:
         if self.token(at).text == "{":
             return self._behind_group(at)
         return min(at + 1, len(self._tokens))
+
+    def _argument_text(self, at: int) -> tuple[str, int]:
+        """The text of the argument at a position, without its braces, and the position behind it."""
+        behind = self._behind_argument(at)
+        return "".join(token.text.strip() for token in self._tokens[at:behind]).strip("{}"), behind
 
     def _behind_group(self, at: int) -> int:
         depth = 0
@@ -764,8 +351,7 @@ class Parser:
         if token == END or self._measure_follows():
             return False
         if token.kind == "text":
-            ends = token.text.strip(" ,.").lower() in ("or", "and", "to", "")
-            return not ends and not self._sees_ratio_word()
+            return token.word not in ("or", "and", "to", "") and not self._sees_ratio_word()
         if token.kind in ("num", "letter"):
             return True
         if token.kind == "sym":
@@ -773,7 +359,7 @@ class Parser:
                 return self.peek(1).text == "-" or self._factor_follows(1)  # behind `]0, 1[` no factor may come
             return token.text in ("(", "{", "$", "%", "°") or (token.text == "|" and not self._in_bars)
         return token.text in (
-            FUNCTIONS | GREEK | UNDONE | DECORATED | CURRENCY.keys()
+            forms.FUNCTIONS | forms.GREEK | forms.UNDONE | forms.DECORATED | forms.CURRENCY.keys()
             | {"frac", "sqrt", "pi", "infty", "binom", "begin", "mathbb"}
         )  # fmt: skip
 
@@ -835,8 +421,8 @@ class Parser:
             return None
         if self.token(at).text != "_":
             return None
-        behind = self._behind_argument(at + 1)
-        base = _base("".join(token.text for token in self._tokens[at + 1 : behind]))
+        text, behind = self._argument_text(at + 1)
+        base = _base(text)
         if base not in {"11", "12", "13", "14", "15", "16"}:
             return None
         self._position = behind
@@ -846,13 +432,13 @@ class Parser:
         """Takes a word such as ``million``, and leaves those behind it."""
         token = self.next
         word, _, rest = token.text.strip().partition(" ")
-        if token.kind != "text" or word not in SCALES:
+        if token.kind != "text" or word not in forms.SCALES:
             return None
         if rest:
             self._tokens[self._position] = Token("text", rest, gap=True)
         else:
             self._position += 1
-        return SCALES[word]
+        return forms.SCALES[word]
 
     def _postfixed(self, base: Tree, start: int) -> Tree:
         while True:
@@ -868,8 +454,8 @@ class Parser:
                 base = Op("*", (base, UnitWords("%")))
             elif self.accept("°"):
                 base = self._degrees(base)
-            elif self.sees(*CURRENCY) and self.peek(1).kind != "num" and self.peek(1).text != "(":
-                base = Op("*", (base, UnitWords(CURRENCY[self.expect(*CURRENCY)])))
+            elif self.sees(*forms.CURRENCY) and self.peek(1).kind != "num" and self.peek(1).text != "(":
+                base = Op("*", (base, UnitWords(forms.CURRENCY[self.expect(*forms.CURRENCY)])))
             elif self.accept("'"):
                 if isinstance(base, Num) and self.token(start - 1).text in ("°", "'"):
                     base = Op("*", (base, UnitWords("arcsecond" if self.accept("'") else "arcminute")))
@@ -881,8 +467,7 @@ class Parser:
                 return base
 
     def _raised(self, base: Tree, start: int) -> Tree:
-        end = self._behind_argument(self._position)
-        mark = "".join(token.text for token in self._tokens[self._position : end]).strip("{} ")
+        mark, end = self._argument_text(self._position)
         row = base.items if isinstance(base, Brackets) else base.rows[0] if isinstance(base, Matrix) else ()
         if row and mark in ("T", "top", "intercal") and not (isinstance(base, Matrix) and len(base.rows) > 1):
             self._position = end
@@ -945,10 +530,10 @@ class Parser:
             return self._letter(token)
         if token.kind == "text":
             return self._unit_of_text(token)
-        if token.text in CURRENCY:
+        if token.text in forms.CURRENCY:
             negative = self.accept("-") is not None
             amount = self.factor()
-            return Op("*", (UnitWords(CURRENCY[token.text]), Op("neg", (amount,)) if negative else amount))
+            return Op("*", (UnitWords(forms.CURRENCY[token.text]), Op("neg", (amount,)) if negative else amount))
         if token.kind == "sym":
             return self._bracketed(token.text)
         return self._command(token.text)
@@ -1007,10 +592,8 @@ class Parser:
         raise NotParsedError(f"{opening!r} is not expected")
 
     def _tuple(self, opening: str) -> Tree:
-        outer, self._in_bars = self._in_bars, False
-        inner = self.answer(frozenset({")", "]", "["}))
+        inner = self._inside(frozenset({")", "]", "["}), bars=False)
         closing = self.expect(")", "]", "[")
-        self._in_bars = outer
         trees = tuple(_single(chain) for chain in inner.items)
         if len(trees) == 1 and opening + closing in ("()", "[]"):
             return trees[0]
@@ -1018,12 +601,17 @@ class Parser:
             raise NotParsedError("words inside brackets")
         return Brackets("(" if opening == "]" else opening, ")" if closing == "[" else closing, trees)
 
+    def _inside(self, ends: frozenset[str], *, bars: bool) -> Statement:
+        """What stands inside brackets. ``bars``: whether a bar ends it, and opens no absolute value."""
+        outer, self._in_bars = self._in_bars, bars
+        inner = self.answer(ends)
+        self._in_bars = outer
+        return inner
+
     def _set(self) -> Tree:
         if self.accept("\\}"):
             return FiniteSet(())
-        outer, self._in_bars = self._in_bars, True
-        inner = self.answer(frozenset({"\\}", ":", "mid", "|"}))
-        self._in_bars = outer
+        inner = self._inside(frozenset({"\\}", ":", "mid", "|"}), bars=True)
         if self.accept(":", "mid", "|"):
             condition = self.answer(frozenset({"\\}"}))
             self.expect("\\}")
@@ -1043,11 +631,11 @@ class Parser:
                 degree = self.side()
                 self.expect("]")
             return Op("root", (degree, self.argument()))
-        if name in FUNCTIONS:
+        if name in forms.FUNCTIONS:
             return self._function(name)
         if name == "binom":
             return Op("binom", (self.argument(), self.argument()))
-        if name in UNDONE:
+        if name in forms.UNDONE:
             return self._undone(start)
         if name in ("lfloor", "lceil"):
             self.side()
@@ -1055,21 +643,17 @@ class Parser:
             return Sym(self.source(start))
         if name == "begin":
             return self._matrix()
-        if name in ("pi", "infty"):
-            return Sym(name)
-        if name in DOTS:
-            return Sym("\\ldots")
-        if name in ("emptyset", "varnothing"):
-            return FiniteSet(())
+        if name in forms.VALUES:
+            return forms.VALUES[name]
         if name == "mathbb":
             self._position = self._behind_argument(self._position)
             letter = self.source(start + 1).strip("{} ")
             return REAL_LINE if letter == "R" else Sym(f"mathbb {letter}")
-        if name in GREEK:
+        if name in forms.GREEK:
             if name in ("Omega", "mu") and self._bare_units and (unit := self._greek_unit(name)) is not None:
                 return unit
             return Sym(name)
-        if name in DECORATED:
+        if name in forms.DECORATED:
             self._position = self._behind_argument(self._position)
             if any(token.kind == "num" for token in self._tokens[start : self._position]):
                 raise NotParsedError(f"\\{name} over digits")
@@ -1085,14 +669,10 @@ class Parser:
         return UnitWords("ohm" if name == "Omega" else ("micro" if len(word) > 2 else "u") + word)
 
     def _fraction(self, start: int) -> Tree:
-        before = self._position
-        behind_top = self._behind_argument(before)
-        top = "".join(token.text.strip() for token in self._tokens[before:behind_top]).strip("{}")
-        bottom_end = self._behind_argument(behind_top)
-        bottom = "".join(token.text.strip() for token in self._tokens[behind_top:bottom_end]).strip("{}")
-        if re.fullmatch(r"(d|partial)\^?\{?\d?\}?.*", top) and re.fullmatch(
-            r"((d|partial)[A-Za-z](\^\{?\d\}?)?)+", bottom
-        ):
+        top, behind_top = self._argument_text(self._position)
+        bottom, _ = self._argument_text(behind_top)
+        is_derivative = re.fullmatch(r"((d|partial)[A-Za-z](\^\{?\d\}?)?)+", bottom)
+        if is_derivative and re.match(r"d|partial", top):
             return self._undone(start)
         numerator = self.argument()
         return Op("/", (numerator, self.argument()))
@@ -1101,11 +681,11 @@ class Parser:
         """An operator with everything that it may apply to: the rest of the side."""
         depth = 0
         while (token := self.next) != END:
-            closes = token.text in (*CLOSING, "end")
+            closes = token.text in (*forms.CLOSING, "end")
             is_word = token.kind == "text" and token.text.strip() in ("or", "and")
             if depth == 0 and (closes or is_word or token.text in (",", "=", "+")):
                 break
-            depth += (token.text in (*OPENING, "begin")) - closes
+            depth += (token.text in (*forms.OPENING, "begin")) - closes
             self._position += 1
         return Sym("\\" + self.source(start))
 
@@ -1137,8 +717,8 @@ class Parser:
             return Op("neg", (self._function_argument(),))
         argument = self.factor()
         while self._factor_follows():
-            token = self.next
-            if token.kind == "text" or (token.kind == "cmd" and token.text in FUNCTIONS | UNDONE) or token.text == "(":
+            is_function = self.next.kind == "cmd" and self.next.text in forms.FUNCTIONS | forms.UNDONE
+            if is_function or self.next.kind == "text" or self.next.text == "(":
                 break
             argument = self._beside(argument)
         return argument
