@@ -36,6 +36,7 @@ from pipelinerl.domains.judge_prompt import (
     read_opinion,
     without_control_tokens,
 )
+from pipelinerl.domains.verifier_client import take_address
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.check import LARGEST_NUMBER
 from pipelinerl.records.verdicts import Verdict
@@ -116,7 +117,6 @@ class JudgeClient:
         self._judge, self._patience_s = judge, patience_s
         self._secret = run_secret or secrets.token_bytes(32)
         self._load = dict.fromkeys((address_of(judge.kind, url) for url in urls), 0)
-        """Unanswered requests per address, least recently asked first."""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._slots = asyncio.Semaphore(judge.concurrency)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -255,8 +255,7 @@ class JudgeClient:
         timeout = aiohttp.ClientTimeout(total=self._judge.timeout_s)
         while True:
             self._count_call()
-            url = min(self._load, key=lambda one: (one in failed, self._load[one]))
-            self._load[url] = self._load.pop(url) + 1  # the last of those that are equally loaded
+            url = take_address(self._load, failed)
             failure: Exception
             try:
                 async with session.post(url, data=body, headers=self._headers, timeout=timeout) as answer:

@@ -42,11 +42,6 @@ def walk(num_stations: int, laps: int, step: int) -> str:
     return "\n".join([*(f"lap {left}: {stations}" for left in range(laps, 0, -1)), "done"])
 
 
-def draw_laps(rng: Random, min_laps: int, max_laps: int) -> int:
-    """Draws from a Pareto distribution that starts at ``min_laps`` and is cut at ``max_laps``."""
-    return min(max_laps, int(min_laps * (1 - rng.random()) ** (-1 / TAIL)))
-
-
 def load_problems(
     dataset_names: list[str],
     num_stations: int = 44,
@@ -71,7 +66,8 @@ def load_problems(
     """
 
     def draw(rng: Random, held_out: bool) -> Problem:
-        laps = draw_laps(rng, min_laps, max_test_laps if held_out else max_laps)
+        # a Pareto distribution that starts at `min_laps` and is cut
+        laps = min(max_test_laps if held_out else max_laps, int(min_laps * (1 - rng.random()) ** (-1 / TAIL)))
         walker = rng.choice([name for name in WALKERS if is_test_walk(laps, name) == held_out])
         return {"num_stations": num_stations, "laps": laps, "walker": walker}
 

@@ -8,7 +8,7 @@ raises ``VerifierError``, and so does a service that stays unreachable. Neither 
 import asyncio
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import aiohttp
@@ -77,7 +77,6 @@ class VerifierClient:
         if not urls:
             raise DomainError("the domain needs a verifier: set world.verifier_replicas to 1 or more")
         self._load = dict.fromkeys((url.rstrip("/") for url in urls), 0)
-        """Unanswered requests per replica, least recently asked first, so that this replica wins a tie."""
         self._timeout_s = timeout_s
         self._retries = retries
         self._judges = judges
@@ -112,11 +111,10 @@ class VerifierClient:
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(min(FIRST_DELAY_S * 2 ** (attempt - 1), LONGEST_DELAY_S))
-            url = min(self._load, key=lambda url: (url in tried, self._load[url]))
+            url = take_address(self._load, tried)
             tried.add(url)
             if len(tried) == len(self._load):
                 tried = {url}
-            self._load[url] = self._load.pop(url) + 1
             try:
                 status, content = await self._ask(session, url, route, body)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -152,6 +150,16 @@ class VerifierClient:
         timeout = aiohttp.ClientTimeout(sock_connect=self._timeout_s)
         async with session.post(url, data=io.BytesIO(body), headers=self._headers, timeout=timeout) as answer:
             return answer.status, await answer.read()
+
+
+def take_address(load: dict[str, int], failed: Collection[str]) -> str:
+    """Counts a request at the address with the fewest, which is one that has not failed if there is any.
+
+    ``load``: address → unanswered requests, least recently asked first, so that this one wins a tie.
+    """
+    url = min(load, key=lambda one: (one in failed, load[one]))
+    load[url] = load.pop(url) + 1
+    return url
 
 
 def judged(verdict: Verdict) -> Verdict:

@@ -35,12 +35,6 @@ def check_class(server: EnvironmentServer) -> None:
         raise DomainError(f"{where}: it has no method `launch(port)`, which serves and blocks")
 
 
-def launch_server(environment: Any, host: str, port: int) -> None:
-    """Starts the server and blocks. ``launch`` gets ``host`` too if it has a parameter of that name."""
-    takes_host = "host" in inspect.signature(environment.launch).parameters
-    environment.launch(port, **({"host": host} if takes_host else {}))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -52,7 +46,9 @@ def main() -> None:
     server = next(one for one in environment_servers(load_run(args.run_dir)) if one.index == args.index)
     check_class(server)
     arguments = with_values(server.arguments, os.environ, f"environments.{server.key}")
-    launch_server(instantiate({TARGET: server.target, **arguments}), args.host, args.port)
+    environment: Any = instantiate({TARGET: server.target, **arguments})
+    takes_host = "host" in inspect.signature(environment.launch).parameters
+    environment.launch(args.port, **({"host": args.host} if takes_host else {}))
 
 
 if __name__ == "__main__":

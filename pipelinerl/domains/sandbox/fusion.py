@@ -20,11 +20,7 @@ SPARE_S = 30.0
 """For an answer, beyond three times the longest run."""
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-
-def worker_slots() -> asyncio.Semaphore:
-    """The slots that every rollout of this worker, that is of its event loop, shares."""
-    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
+"""Those of a worker, that is of its event loop, which all its rollouts share."""
 
 
 class SandboxFusion:
@@ -34,7 +30,7 @@ class SandboxFusion:
         self._url = f"{endpoint.rstrip('/')}/run_code"
         self._session = session
         self._run_timeout_s = run_timeout_s
-        self._slots = worker_slots()
+        self._slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         """See ``ProgramRunner``. A service that does not answer is asked ``RETRIES`` times more."""

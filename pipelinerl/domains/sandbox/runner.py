@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.domains.sandbox.protocol import Outcome
+from pipelinerl.domains.sandbox.protocol import Outcome, run_in_turn
 from pipelinerl.errors import VerifierError
 
 INSIDE = Path(__file__).parent / "inside"
@@ -47,11 +47,6 @@ FIRST_UID, NUM_UIDS = 260_000, 60_000
 def interpreter() -> str:
     """Returns the path of the interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(sys.executable)
-
-
-def readable_paths() -> list[str]:
-    """Returns the folders that programs may read besides the system: the interpreter's and the installed packages."""
-    return sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")})
 
 
 def check_mode(mode: str) -> str:
@@ -107,7 +102,9 @@ class Jail:
 
     def __init__(self, mode: str):
         self._control, theirs = socket.socketpair()
-        command = [interpreter(), "-E", "-S", "-B", str(INSIDE / "jail.py"), mode, str(draw_uid()), *readable_paths()]
+        uid = FIRST_UID + secrets.randbelow(NUM_UIDS)  # of its own, so that jails share no limits
+        readable = sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")})
+        command = [interpreter(), "-E", "-S", "-B", str(INSIDE / "jail.py"), mode, str(uid), *readable]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["LD_BIND_NOW"] = "1"  # else every process writes into the call tables of its libraries
@@ -179,12 +176,11 @@ class Sandbox:
         """
         async with self._slots:
             deadline = time.monotonic() + self.limits.total_s
-            outcomes: list[Outcome] = []
-            for stdin in stdins:
-                outcomes.append(await self._run(code, stdin, deadline - time.monotonic()))
-                if outcomes[-1].ended != "exited" or (outcomes[-1].exit_code and stop_on_failure):
-                    break
-            return outcomes
+            return await run_in_turn(
+                lambda stdin: self._run(code, stdin, deadline - time.monotonic()),
+                stdins,
+                stop_on_failure=stop_on_failure,
+            )
 
     def close(self) -> None:
         """Ends the jail. The next program starts another one."""
@@ -258,11 +254,6 @@ def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:
         "programs cannot be isolated on this machine: run as root with CAP_SYS_ADMIN, allow user namespaces, or set "
         f"sandbox_endpoint ({'; '.join(failures)})"
     )
-
-
-def draw_uid() -> int:
-    """A user of its own for a program, so that programs share no limits."""
-    return FIRST_UID + secrets.randbelow(NUM_UIDS)
 
 
 def as_outcome(report: dict[str, Any]) -> Outcome:

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from examples.tool_use.domain import load_problems as load_tools
-from pipelinerl.domains.coding.problems import load_problems as load_coding
+from pipelinerl.domains.coding.rollouts import load_problems as load_coding
 from pipelinerl.domains.columns import answer_of, question_of
 from pipelinerl.domains.math import load_problems
 from pipelinerl.domains.rows import UnusableRow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.domains.coding import load_problems as load_coding
-from pipelinerl.domains.coding.problems import NAMED as NAMED_CODING
+from pipelinerl.domains.coding.rollouts import NAMED as NAMED_CODING
 from pipelinerl.domains.math import load_problems
 from pipelinerl.domains.math.dataset import NAMED
 from pipelinerl.errors import DomainError
