@@ -1,14 +1,11 @@
-"""`python -m pipelinerl.ledger RUN`: the outcome of every dispatched rollout.
+"""The outcome of every dispatched rollout (`pipelinerl status RUN --ledger`), derived from the topics.
 
-The ledger is derived from the topics. `actor` says which groups were published or dropped, `preprocessor` which
-rollouts were packed for which step or dropped and why, `trainer` how many steps are trained. The command reports a
-violation with a non-zero exit code: a dispatch that was resolved twice or lost, a rollout that was trained twice, or a
-published rollout that was passed over (neither trained, nor dropped, nor still ahead of the trainer). What a damaged
-record may have said is no violation: the number of such records is shown, and whom they matter to is what
-`pipelinerl.streams verify` says.
+`actor` says which groups were published or dropped, `preprocessor` which rollouts were packed for which step or
+dropped and why, `trainer` how many steps are trained. A violation is a dispatch that was resolved twice or lost, a
+rollout that was trained twice, or a published rollout that is neither trained, nor dropped, nor still ahead of the
+trainer. A damaged record is no violation: they are counted, and `pipelinerl streams verify` says whom they matter to.
 """
 
-import argparse
 import shlex
 import sys
 from collections import Counter
@@ -279,15 +276,14 @@ def _say(entry: LedgerEntry) -> str:
     return f"{entry.outcome} ({entry.reason})" if entry.reason else f"{entry.outcome} in step {entry.step}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="pipelinerl ledger", description="What became of every dispatched rollout of a run."
-    )
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--json", action="store_true", help="one JSON object per rollout instead of the counts")
-    args = parser.parse_args(argv)
-    ledger = read_ledger(args.run_dir)
-    if args.json:
+def show(run_dir: Path, *, as_json: bool) -> int:
+    """Print a run's ledger. Returns 1 if there are violations, which go to standard error.
+
+    Args:
+        as_json: one JSON object per rollout instead of the counts.
+    """
+    ledger = read_ledger(run_dir)
+    if as_json:
         for entry in ledger.entries:
             print(msgspec.json.encode(entry).decode())
     else:
@@ -296,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for server, count in sorted(ledger.refused.items()):
             print(f"{count:8d}  not used: {server} missed the weight probe for them")
         if ledger.unreadable:
-            look = f"pipelinerl streams verify {shlex.quote(str(args.run_dir))}"
+            look = f"pipelinerl streams verify {shlex.quote(str(run_dir))}"
             print(f"{ledger.unreadable:8d}  damaged records: `{look}` says whose")
     for violation in ledger.violations:
         print(f"VIOLATION  {violation}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""One screen about a run: `python -m pipelinerl.status results/x [--watch] [--stacks]`.
+"""One screen about a run: `python -m pipelinerl.status results/x [--watch] [--stacks] [--ledger] [--leave SERVER]`.
 
-Reads only the run folder (status files, topics, hang reports). It therefore works from any shell on any node that sees
-the folder, also after the run. `--stacks` also asks every live role of this machine for its Python stacks.
+Reads only the run folder (status files, topics, leases, hang reports), or redis where a run keeps its streams there. It
+therefore works from any shell on any node that sees the folder, also after the run. `--stacks` also asks every live
+role of this machine for its Python stacks. Only `--leave` writes.
 """
 
 import argparse
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.environment import ROLE_VARIABLE
-from pipelinerl.config.load import load_old_run
-from pipelinerl.config.paths import LOCK_FILE
-from pipelinerl.errors import PipelineRLError, visible
+from pipelinerl.config.load import load_old_run, load_run
+from pipelinerl.config.paths import LOCK_FILE, RUN_CONFIG
+from pipelinerl.errors import ConfigError, PipelineRLError, visible
+from pipelinerl.inspect import ledger
 from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.drops import HEADER, drops_table
@@ -34,11 +36,14 @@ from pipelinerl.inspect.report import (
     read_records,
     read_summary,
 )
+from pipelinerl.membership.address import address_of, open_store, parse_address
+from pipelinerl.membership.stores import LeaseStore
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import BLOCKED_AT, StatusRecord, read_statuses
 from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import get_streams_backend
+from pipelinerl.world.placement import SERVER_KINDS
 
 STACKS_GRACE_S = 0.7
 STALE_HEARTBEAT_S = 10.0
@@ -167,6 +172,42 @@ def queue_lines(run_dir: Path, *, is_over: bool) -> list[str]:
     return table(("stream", "records", "readers"), rows)
 
 
+def member_lines(store: LeaseStore) -> list[str]:
+    """Return a table of the leases: which roles take part, where they listen, which weights they have."""
+    rows = [
+        (
+            name,
+            lease.state,
+            str(lease.capacity or ""),
+            str(lease.serves) if lease.capacity else "",
+            lease.version,
+            lease.url,
+        )
+        for name, lease in sorted(store.leases().items())
+    ]
+    return ["", *table(("member", "lease", "rollouts", "serves", "weights", "address"), rows)] if rows else []
+
+
+def store_of(run: str) -> LeaseStore:
+    """Open the store with the leases of a run. `run` is its folder or its redis address."""
+    address = parse_address(run)
+    if not isinstance(address, Path):
+        return open_store(address)
+    if not (address / RUN_CONFIG).is_file():
+        raise ConfigError(f"`{run}` is not a run folder: {RUN_CONFIG} is missing")
+    return open_store(address_of(load_run(address), address))
+
+
+def ask_to_leave(store: LeaseStore, name: str) -> None:
+    leases = store.leases()
+    if name not in leases:
+        raise ConfigError(f"{name!r} has no lease in this run; those that have one are {sorted(leases)}")
+    if leases[name].kind not in SERVER_KINDS:
+        kinds = " and ".join(SERVER_KINDS)
+        raise ConfigError(f"{name!r} is no server of a model: only {kinds} leave a run that goes on")
+    store.ask_to_leave(name)
+
+
 def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str]:
     """Ask every live role of this machine for its stacks and return the stacks as lines."""
     asked = []
@@ -203,13 +244,15 @@ def screen(run_dir: Path) -> list[str]:
     """Return the lines of the screen, without stacks."""
     cfg = load_old_run(run_dir)
     statuses = read_statuses(run_dir)
-    is_finished = run_state(run_dir, cfg.finetune.max_train_steps, 0, statuses).startswith("finished")
+    state = run_state(run_dir, cfg.finetune.max_train_steps, 0, statuses)
+    is_finished, members = state.startswith("finished"), list[str]()
     step = max((int(status.fields.get("step") or 0) for status in statuses.values()), default=0)
     try:
         with look_into(run_dir):
             records = read_records(run_dir, replicas=cfg.world.replicas, with_rollouts=False)
             step = max([step, *(message.step for message in last_per_step(records.trainer)[-1:])])
             streams = ["", *progress_lines(records), "", *queue_lines(run_dir, is_over=is_finished)]
+            members = member_lines(open_store(address_of(cfg, run_dir))) if state.startswith("running") else []
     except PipelineRLError as error:
         streams = ["", f"the streams cannot be read: {error}"]
     state = run_state(run_dir, cfg.finetune.max_train_steps, step, statuses)
@@ -223,6 +266,7 @@ def screen(run_dir: Path) -> list[str]:
         *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time())),
         *(f"wait chain: {chain}" for chain in chains(statuses)),
         *streams,
+        *members,
         *blocked_loop_lines(metrics, statuses),
     ]
     if drops := drops_table(run_dir, cfg.world.replicas):
@@ -264,17 +308,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pipelinerl status", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run_dir", type=Path, help="run folder (output_dir)")
+    parser.add_argument("run", help="run folder (output_dir); with --leave also redis://HOST:PORT/RUN")
     parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
     parser.add_argument("--stacks", action="store_true", help="also print every live role's Python stacks")
+    parser.add_argument(
+        "--ledger", action="store_true", help="what became of every rollout; exits with 1 if one is lost"
+    )
+    parser.add_argument("--json", action="store_true", help="with --ledger: a JSON object per rollout")
+    parser.add_argument("--leave", metavar="SERVER", help="ask this server to end what it does and leave the run")
     arguments = parser.parse_args(argv)
+    if arguments.json and not arguments.ledger:
+        parser.error("--json needs --ledger")
+    run_dir = Path(arguments.run).resolve()
     try:
-        if arguments.watch:
-            watch(arguments.run_dir.resolve())
+        if arguments.leave:
+            ask_to_leave(store_of(arguments.run), arguments.leave)
+            print(f"{arguments.leave} is asked to leave: it takes no new request and ends with its last one")
             return 0
-        lines = screen(arguments.run_dir.resolve())
+        if arguments.ledger:
+            return ledger.show(run_dir, as_json=arguments.json)
+        if arguments.watch:
+            watch(run_dir)
+            return 0
+        lines = screen(run_dir)
         if arguments.stacks:
-            lines += ["", *dump_stacks(arguments.run_dir.resolve(), read_statuses(arguments.run_dir))]
+            lines += ["", *dump_stacks(run_dir, read_statuses(run_dir))]
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,6 @@ usual `OTEL_EXPORTER_OTLP_*` variables. A collector that is away costs its spans
 from collections.abc import Mapping
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.observability.span import SCOPE, AttributeValue, SpanBatch, with_ids
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -22,6 +21,9 @@ except ImportError as error:
     ) from error
 
 PATH = "/v1/traces"
+
+AttributeValue = str | int | float | bool | None
+SCOPE = "pipelinerl"
 
 
 class OTLPSink:
@@ -38,20 +40,34 @@ class OTLPSink:
         self._scope = InstrumentationScope(SCOPE)
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
-    def export(self, batch: SpanBatch) -> None:
-        for span, ids in with_ids(batch):
-            self._processor.on_end(
-                ReadableSpan(
-                    name=span.name,
-                    context=_context(ids.trace_id, ids.span_id),
-                    parent=_context(ids.trace_id, ids.parent_id) if ids.parent_id else None,
-                    resource=self._resource,
-                    instrumentation_scope=self._scope,
-                    attributes={key: value for key, value in span.attributes.items() if value is not None},
-                    start_time=span.start,
-                    end_time=span.end,
-                )
+    def export(
+        self,
+        name: str,
+        ids: tuple[str, str, str],
+        start: int,
+        end: int,
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """Pass a span on.
+
+        Args:
+            ids: hexadecimal: of the trace, of the span, and of its parent (empty for a root).
+            start: Unix time in ns.
+            end: likewise.
+        """
+        trace_id, span_id, parent_id = ids
+        self._processor.on_end(
+            ReadableSpan(
+                name=name,
+                context=_context(trace_id, span_id),
+                parent=_context(trace_id, parent_id) if parent_id else None,
+                resource=self._resource,
+                instrumentation_scope=self._scope,
+                attributes={key: value for key, value in attributes.items() if value is not None},
+                start_time=start,
+                end_time=end,
             )
+        )
 
     def close(self) -> None:
         self._processor.shutdown()

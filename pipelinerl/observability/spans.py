@@ -1,4 +1,4 @@
-"""Spans in OpenTelemetry's model: what a process did from when to when, in which trace.
+"""Spans: what a process did from when to when, in which trace.
 
     spans.record("step", "step 7", started, root=True, tokens=4096)
 
@@ -6,8 +6,8 @@
 a ``SpanBatch``. With `tracing.otlp_endpoint` a collector gets the spans too. Without ``start_recording`` nothing is
 recorded.
 
-A trace has a name, from which every process computes the same ids. So the sample's id, which all records carry, is the
-trace context of a rollout: its worker writes the root span, and the preprocessor and the trainer add to it.
+A trace has a name, from which every process computes the same ids. So the sample's id, which all records
+carry, is the trace context of a rollout: its worker writes the root span, the preprocessor and the trainer add to it.
 """
 
 import atexit
@@ -17,14 +17,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.observability.span import AttributeValue, SpanBatch, SpanRecord
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +33,69 @@ FLUSH_S = 0.5
 QUEUE_SPANS = 1 << 16
 """Spans that wait for the thread. Beyond it the oldest are lost and counted."""
 
+AttributeValue = str | int | float | bool | None
+
+
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A finished span."""
+
+    name: str
+    trace: str
+    """Name of its trace."""
+    start: int
+    """Unix time in ns."""
+    end: int
+    is_root: bool
+    """Whether it is the trace's root. Others are its children."""
+    attributes: dict[str, AttributeValue]
+
+
+class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans of one process: a line of its file."""
+
+    run: str
+    """The run's key, hexadecimal."""
+    resource: dict[str, AttributeValue]
+    """Attributes of the process."""
+    spans: tuple[SpanRecord, ...]
+
+
+class SpanIds(NamedTuple):
+    trace_id: str
+    """32 hex digits"""
+    span_id: str
+    """16 hex digits"""
+    parent_id: str
+    """16 hex digits, or empty for a root."""
+
+
+def span_ids(run: bytes, process: str, span: SpanRecord) -> SpanIds:
+    """The span's ids. ``run``: the run's key.
+
+    Trace and root follow from the trace's name, so every process computes the same. Another span's id follows from
+    the process and the whole record.
+    """
+    digits = hashlib.blake2b(span.trace.encode(), digest_size=24, key=run).hexdigest()
+    trace_id, root_id = digits[:32], digits[32:]
+    if span.is_root:
+        return SpanIds(trace_id, root_id, "")
+    content = msgspec.json.encode((process, span))
+    return SpanIds(trace_id, hashlib.blake2b(content, digest_size=8, key=run).hexdigest(), root_id)
+
+
+def with_ids(batch: SpanBatch) -> Iterator[tuple[SpanRecord, SpanIds]]:
+    """The spans of a batch with their ids."""
+    run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
+    for span in batch.spans:
+        yield span, span_ids(run, process, span)
+
 
 class Sink(Protocol):
-    """Takes the spans that were written to the file."""
+    """Takes the spans that were written to the file (`otlp.OTLPSink.export`)."""
 
-    def export(self, batch: SpanBatch) -> None: ...
+    def export(
+        self, name: str, ids: SpanIds, start: int, end: int, attributes: Mapping[str, AttributeValue]
+    ) -> None: ...
     def close(self) -> None: ...
 
 
@@ -110,7 +167,8 @@ class SpanWriter:
             return
         batch = msgspec.structs.replace(self._empty, spans=tuple(waiting))
         if self._sink is not None:
-            self._sink.export(batch)
+            for span, ids in with_ids(batch):
+                self._sink.export(span.name, ids, span.start, span.end, span.attributes)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             file.write(msgspec.json.encode(batch) + b"\n")

@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.inspect import exporter, members
+from pipelinerl.inspect import exporter, status
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.render.command import main as render
 from pipelinerl.membership.address import parse_address
@@ -86,16 +86,19 @@ def test_plans_are_made(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", commands("inspect.members"))
-def test_members_of_a_run_are_listed_and_asked(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("arguments", commands("status"))
+def test_members_of_a_run_are_listed_and_asked(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(members, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(status, "is_running", lambda _: True)
     run_dir = tmp_path / arguments[0]
     (run_dir / "conf").mkdir(parents=True)
     OmegaConf.save(compose("quickstart", [f"output_dir={run_dir}"]), run_dir / "conf" / "config.yaml", resolve=True)
     store = FolderStore(run_dir)
     store.overwrite(Lease(name="actor_llm_1", incarnation="a", ttl_s=9))
-    assert members.main(arguments) == 0
+    assert status.main(arguments) == 0
+    assert "actor_llm_1" in capsys.readouterr().out
     assert store.is_asked_to_leave("actor_llm_1") == ("--leave" in arguments)
 
 
@@ -131,5 +134,5 @@ def test_launches_pass_a_dry_run(
 def test_every_command_of_the_page_is_known() -> None:
     assert {command[2] for command in COMMANDS} == {
         *("pipelinerl.launch", "pipelinerl.plan", "pipelinerl.render", "pipelinerl.inference"),
-        *("pipelinerl.inspect.members", "pipelinerl.inspect.exporter"),
+        *("pipelinerl.status", "pipelinerl.inspect.exporter"),
     }

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +17,14 @@ from transformers import AutoModelForCausalLM
 from benchmarks.receivers import forkserver
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse, to_container
-from pipelinerl.errors import CheckpointError, ConfigError
+from pipelinerl.errors import CheckpointError, ConfigError, StreamError
 from pipelinerl.finetune.loop import Trainer
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.replay import folder as files
-from pipelinerl.inspect.replay.__main__ import main
+from pipelinerl.inspect.replay.__main__ import computed, main
+from pipelinerl.inspect.replay.compare import StepComparison, compare_step
 from pipelinerl.inspect.replay.folder import StepBatches
-from pipelinerl.inspect.replay.inputs import TIMINGS, checkpoint_before, collect_inputs
+from pipelinerl.inspect.replay.inputs import TIMINGS, checkpoint_before, collect_inputs, recorded
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from pipelinerl.world import Job, Node, WorldMap
@@ -87,18 +86,17 @@ def replayed(capsys: Capture, *arguments: Any) -> tuple[int, dict[str, Any]]:
     return code, json.loads(capsys.readouterr().out)
 
 
-def altered(run_dir: Path, step: int, change: Callable[[MicroBatch], None]) -> Path:
-    """A bundle of the step in whose first micro-batch something was changed."""
+def altered(run_dir: Path, step: int, change: Callable[[MicroBatch], None]) -> StepComparison:
+    """The run's step against one in whose first micro-batch something was changed."""
     with tempfile.TemporaryDirectory() as made:
         with look_into(run_dir):
-            collect_inputs(run_dir, step, Path(made), whole_model=True)
+            plan = collect_inputs(run_dir, step, Path(made))
         path = files.batch_file(Path(made), 0, step)
         batches = files.read_record(path, StepBatches)
         change(batches.records[0])
         files.write_record(path, batches)
-        bundle = run_dir.parent / f"altered-{step}.tar"
-        files.pack(Path(made), bundle)
-    return bundle
+        own, _ = computed(Path(made), plan, {})
+    return compare_step(recorded(run_dir, step), own)
 
 
 @pytest.mark.parametrize(("step", "start"), [(5, 4), (4, 4), (3, 0)])
@@ -129,71 +127,26 @@ def test_parts_of_the_tokens_are_the_loss_and_its_slope(run_dir: Path, capsys: C
     assert total == pytest.approx(found["run"]["metrics"]["loss"], rel=1e-5)
 
 
-def test_one_altered_token_is_told(run_dir: Path, capsys: Capture) -> None:
+def test_one_altered_token_is_told(run_dir: Path) -> None:
     def another_token(record: MicroBatch) -> None:
         at = int(record.spans[0, 0])
         record.token_ids[at] = (record.token_ids[at] + 1) % VOCAB
 
-    code, found = replayed(capsys, altered(run_dir, 5, another_token))
+    found = altered(run_dir, 5, another_token)
 
-    assert (code, found["equal"]) == (1, False)
-    assert {"loss", "grad_norm"} <= found["different_metrics"].keys()
-    assert found["different_sequences"] == ["5-0/0/0"]
+    assert not found.is_equal
+    assert {"loss", "grad_norm"} <= found.metrics.keys()
+    assert found.sequences == {"5-0/0/0"}
 
 
-def test_an_altered_advantage_is_told_though_log_probabilities_are_equal(run_dir: Path, capsys: Capture) -> None:
+def test_an_altered_advantage_is_told_though_log_probabilities_are_equal(run_dir: Path) -> None:
     def another_advantage(record: MicroBatch) -> None:
         record.advantages[:] *= np.float32(1.0 + 2**-20)
 
-    code, found = replayed(capsys, altered(run_dir, 5, another_advantage))
+    found = altered(run_dir, 5, another_advantage)
 
-    assert (code, found["different_sequences"]) == (1, [])
-    assert "grad_norm" in found["different_metrics"]
-
-
-def test_bundle_is_replayed_without_the_run(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run_dir, copy)
-    assert main([str(copy), "--step", "5", "--export", str(tmp_path / "step.tar")]) == 0
-    shutil.rmtree(copy)
-    assert [path.name for path in tmp_path.iterdir()] == ["step.tar"]
-
-    code, found = replayed(capsys, tmp_path / "step.tar")
-    assert (code, found["step"], found["equal"]) == (0, 5, True)
-    assert found["compared"]["logprobs"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root for another machine's view"
-)
-def test_bundle_is_replayed_on_another_machine(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
-    here = replayed(capsys, run_dir, "--step", 5)[1]
-    home = tmp_path / "elsewhere"
-    (home / "tmp").mkdir(parents=True)
-    assert main([str(run_dir), "--step", "5", "--export", str(home / "step.tar")]) == 0
-
-    without_the_run = f'mount -t tmpfs none {run_dir} && test -z "$(ls {run_dir})" && ip link set lo up'
-    replay = f"hostname other.example && exec {sys.executable} -m pipelinerl replay step.tar --json"
-    done = subprocess.run(
-        ["unshare", "--uts", "--net", "--mount", "sh", "-c", f"{without_the_run} && {replay}"],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home / "tmp")},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr[-3000:]
-    there = json.loads(done.stdout)
-    assert there["equal"] is True
-    assert there["run"]["sequences"] == here["run"]["sequences"]
-    figures = [
-        {name: value for name, value in found["run"]["metrics"].items() if name not in TIMINGS}
-        for found in (here, there)
-    ]
-    assert figures[0] == figures[1]
-    assert there["compared"] == here["compared"]
+    assert (found.is_equal, found.sequences) == (False, set())
+    assert "grad_norm" in found.metrics
 
 
 def test_with_another_objective_only_its_own_figures_change(run_dir: Path, capsys: Capture) -> None:
@@ -257,10 +210,6 @@ def test_step_of_a_run_that_resumed_inside_a_block_is_replayed_with_its_proximal
         "its ratio is to the policy before step 0, π_prox of its block, whose log-probabilities are in the checkpoint"
     )
     assert said in capsys.readouterr().out
-
-    bundle = tmp_path / "step3.tar"
-    main([str(run_dir), "--step", "3", "--export", str(bundle)])
-    assert replayed(capsys, bundle)[1]["equal"] is True
 
     code, found = replayed(capsys, run_dir, "--step", 5)
     assert (code, found["from_checkpoint"], found["proximal_made_at"]) == (0, 3, 4)
@@ -342,8 +291,8 @@ def test_what_is_missing_is_said(run_dir: Path, tmp_path: Path) -> None:
         main([str(run_dir), "--step", "6"])
     with pytest.raises(ConfigError, match=says("--with learning_rate", "setting of the loss")):
         main([str(run_dir), "--step", "5", "--with", "learning_rate=1"])
-    (tmp_path / "text").write_text("no tar")
-    with pytest.raises(ConfigError, match="neither a run folder nor a bundle"):
+    (tmp_path / "text").write_text("no folder")
+    with pytest.raises(StreamError, match="not a run folder"):
         main([str(tmp_path / "text")])
     trimmed = tmp_path / "trimmed"
     prepare(trimmed, steps=range(2, STEPS))

@@ -3,8 +3,6 @@
     pipelinerl replay results/x --step 40                      is it what the run recorded? which tokens made the loss?
     pipelinerl replay results/x --step 40 --with policy_loss=ppo --with epsilon_high=0.3
                                                                what another objective would have done
-    pipelinerl replay results/x --step 40 --export step40.tar  one file with all that the step is computed from
-    pipelinerl replay step40.tar                               the same on another machine
     pipelinerl replay results/x --step 40 --mismatch           why trainer and server differ, and what to do
 
 A step is counted as in `pipelinerl rollouts --step`. It is computed from the newest checkpoint at or before it, on as
@@ -14,7 +12,6 @@ many ranks as the run had. On CPUs of one kind with the same torch it is bit-equ
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.engine import engine_of, traits_of
+from pipelinerl.config.load import load_old_run
 from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import command_parser, look_into, natural
@@ -41,43 +39,29 @@ TOKENS = 12
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code. `argv` = None takes the process's arguments."""
+    from pipelinerl.inspect.replay import inputs
+
     args = parser().parse_args(argv)
     changes = dict(map(setting, args.changes))
     with tempfile.TemporaryDirectory(prefix="replay-") as made:
         folder = Path(made)
-        if args.run.is_file():
-            files.unpack(args.run, folder)
-        else:
-            collect_from_run(args, folder)
-        plan = files.read_plan(folder)
-        if args.step not in (None, plan.step):
-            raise ConfigError(f"--step {args.step}: the bundle holds step {plan.step}")
-        if args.export is not None:
-            size = files.pack(folder, args.export)
-            again = f"pipelinerl replay {shlex.quote(str(args.export))}"
-            print(f"{args.export}: step {plan.step}, {size / 2**20:.1f} MB; `{again}`")
-            return 0
-        files.changed_loss(files.read_config(folder), changes)  # refuses a wrong key before anything is computed
-        own, other = computed(folder, plan, changes, args.mismatch)
-        return report(args, folder, plan, own, other)
-
-
-def collect_from_run(args: argparse.Namespace, folder: Path) -> None:
-    from pipelinerl.inspect.replay import inputs
-
-    with look_into(args.run):
-        if args.step is None:
-            raise ConfigError(f"--step is missing: {inputs.replayable(args.run)}")
-        inputs.collect_inputs(args.run, args.step, folder, whole_model=args.export is not None)
+        with look_into(args.run):
+            if args.step is None:
+                raise ConfigError(f"--step is missing: {inputs.replayable(args.run)}")
+            files.changed_loss(load_old_run(args.run), changes)  # refuses a wrong key before anything is computed
+            plan = inputs.collect_inputs(args.run, args.step, folder)
+            recorded = inputs.recorded(args.run, args.step)
+        own, other = computed(folder, plan, changes, mismatch=args.mismatch)
+        return report(args, plan, recorded, own, other)
 
 
 def computed(
-    folder: Path, plan: ReplayPlan, changes: dict[str, Any], mismatch: bool
+    folder: Path, plan: ReplayPlan, changes: dict[str, Any], *, mismatch: bool = False
 ) -> tuple[ReplayedStep, ReplayedStep | None]:
     """The step under the run's objective, and under the changed one, if any."""
     from pipelinerl.inspect.replay.rank import OTHER, OWN, replay
 
-    if plan.num_ranks == 1 and not traits_of(engine_of(files.read_config(folder), 1)).always_in_a_group:
+    if plan.num_ranks == 1 and not traits_of(engine_of(load_old_run(plan.run_dir), 1)).always_in_a_group:
         replay(folder, changes, mismatch=mismatch)
     else:
         run_ranks(folder, plan, changes, mismatch)
@@ -99,16 +83,16 @@ def run_ranks(folder: Path, plan: ReplayPlan, changes: dict[str, Any], mismatch:
 
 
 def report(
-    args: argparse.Namespace, folder: Path, plan: ReplayPlan, own: ReplayedStep, other: ReplayedStep | None
+    args: argparse.Namespace, plan: ReplayPlan, recorded: Recorded, own: ReplayedStep, other: ReplayedStep | None
 ) -> int:
     """Print the results and return the exit code."""
-    found = compare_step(files.read_record(folder / files.RECORDED, Recorded), own)
-    split = attribute(own.sequences, has_experts=has_experts(folder)) if args.mismatch and own.sequences else None
+    found = compare_step(recorded, own)
+    split = attribute(own.sequences, has_experts=has_experts(args.run)) if args.mismatch and own.sequences else None
     if args.json:
         shown = show.as_json(plan, found, own, other)
         print(json.dumps(jsonable(shown | ({"mismatch": asdict(split), "cause": split.largest} if split else {}))))
     else:
-        text = text_or_numbers(folder)
+        text = text_or_numbers(args.run)
         lines = [*show.heading(plan, own), *show.verdict(found), *show.objectives(own, other)]
         lines += split.lines if split else []
         if own.sequences:
@@ -121,11 +105,11 @@ def report(
     return 0 if found.is_equal else EXIT_DIFFERENT
 
 
-def has_experts(folder: Path) -> bool:
+def has_experts(run_dir: Path) -> bool:
     """Whether the model is a mixture of experts, by its configuration."""
     from transformers import AutoConfig
 
-    cfg = files.read_config(folder)
+    cfg = load_old_run(run_dir)
     config = AutoConfig.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code).get_text_config()
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
@@ -143,7 +127,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     own = command_parser("replay", __doc__)
-    own.add_argument("run", type=Path, help="the run folder, or a bundle")
+    own.add_argument("run", type=Path, help="the run folder")
     own.add_argument("--step", type=natural, help="the optimizer step")
     own.add_argument(
         "--with",
@@ -154,7 +138,6 @@ def parser() -> argparse.ArgumentParser:
         help="a setting of finetune.rl's loss, for a second computation",
     )
     own.add_argument("--mismatch", action="store_true", help="split the gap between trainer and server into causes")
-    own.add_argument("--export", type=Path, metavar="FILE", help="write the bundle instead of computing the step")
     own.add_argument("--tokens", type=natural, default=TOKENS, metavar="K", help=f"tokens to show ({TOKENS})")
     own.add_argument("--json", action="store_true", help="everything as one JSON object")
     return own

@@ -1,47 +1,35 @@
-"""The replay folder: all that one optimizer step is computed from, in files. It can be packed into one file.
+"""The replay folder: what the ranks of a replay need beside the run, and what they computed, in files.
 
-    plan.json                     `ReplayPlan`
-    conf/config.yaml              the run's configuration, whose `model_path` is the folder's `model`, if it has one
-    model                         a link to the model of the run's configuration
+    plan                          `ReplayPlan`
     checkpoints/step_<n>          a link to the checkpoint that the replay starts from
-    batches/<rank>/step_<n>       the micro-batches of each step from there on
-    recorded                      `Recorded`: what the run itself recorded about the step
+    batches/<rank>/step_<n>       the micro-batches of each step from the checkpoint on
     results/<name>.<rank>         what the ranks computed
 
-In a bundle the links are the files themselves.
+Configuration and model are read from the run.
 """
 
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from omegaconf import OmegaConf
 
-from pipelinerl.config.load import load_old_run, load_run_dictconfig
-from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.checkpoints import checkpoint_root
 from pipelinerl.records import MicroBatch, ScoredSequence
 from pipelinerl.streams.codec import Codec
-from pipelinerl.world.disk import replacement
 
 R = TypeVar("R")
 
-PLAN = "plan.json"
-RECORDED = "recorded"
-MODEL = "model"
-RESULTS = "results"
-FORMAT = 1
+PLAN = "plan"
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Which step is replayed, from where, on what."""
 
-    format: int = FORMAT
+    run_dir: str
     step: int
     """Optimizer step, counted from 0 as in `MicroBatch`."""
     first: int
@@ -58,8 +46,6 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of a rank."""
     accelerator: str
     """`cpu` or `cuda`."""
-    torch: str
-    """Version of torch that made the folder."""
 
 
 class StepBatches(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +118,7 @@ def batch_file(folder: Path, rank: int, step: int) -> Path:
 
 
 def result_file(folder: Path, name: str, rank: int) -> Path:
-    return folder / RESULTS / f"{name}.{rank}"
+    return folder / "results" / f"{name}.{rank}"
 
 
 def write_record(path: Path, record: Any) -> None:
@@ -143,38 +129,6 @@ def write_record(path: Path, record: Any) -> None:
 def read_record(path: Path, record_type: type[R]) -> R:
     codec: Codec[R] = Codec(record_type)
     return codec.decode(path.read_bytes())
-
-
-def write_plan(folder: Path, plan: ReplayPlan) -> None:
-    (folder / PLAN).write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
-
-
-def read_plan(folder: Path) -> ReplayPlan:
-    """Read the plan of a folder.
-
-    Raises:
-        ConfigError: there is none, or one of another version.
-    """
-    try:
-        plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=ReplayPlan)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"this is not a bundle of `pipelinerl replay --export`: {error}") from error
-    if plan.format != FORMAT:
-        raise ConfigError(f"the bundle has format {plan.format}, this version reads {FORMAT}")
-    return plan
-
-
-def read_config(folder: Path) -> Config:
-    return load_old_run(folder)
-
-
-def copy_config(run_dir: Path, folder: Path) -> None:
-    """Write the run's configuration into the folder, with the folder's own model if it has one."""
-    cfg = load_run_dictconfig(run_dir)
-    if (folder / MODEL).is_dir():
-        cfg.model_path = str(folder / MODEL)
-    (folder / RUN_CONFIG).parent.mkdir(exist_ok=True)
-    OmegaConf.save(cfg, folder / RUN_CONFIG)
 
 
 def link_checkpoint(run_dir: Path, folder: Path, step: int) -> None:
@@ -188,35 +142,6 @@ def read_results(folder: Path, name: str, num_ranks: int) -> ReplayedStep:
     parts = [read_record(result_file(folder, name, rank), ReplayedStep) for rank in range(num_ranks)]
     sequences = tuple(sequence for part in parts for sequence in part.sequences)
     return msgspec.structs.replace(parts[0], sequences=sequences)
-
-
-def pack(folder: Path, path: Path) -> int:
-    """Pack a replay folder into the file ``path`` and return its size in bytes."""
-    with replacement(path) as file, tarfile.open(fileobj=file, mode="w", dereference=True) as bundle:
-        for name in _packed(folder):
-            bundle.add(folder / name, arcname=name)
-    return path.stat().st_size
-
-
-def _packed(folder: Path) -> Sequence[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != RESULTS)
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """Unpack a bundle into an empty folder.
-
-    Raises:
-        ConfigError: the file is no bundle.
-    """
-    try:
-        with tarfile.open(path) as file:
-            file.extractall(folder, filter="data")
-    except tarfile.TarError as error:
-        raise ConfigError(
-            f"{path} is neither a run folder nor a bundle of `pipelinerl replay --export`: {error}"
-        ) from error
-    read_plan(folder)
-    copy_config(folder, folder)
 
 
 def changed_loss(cfg: Config, changes: Mapping[str, Any]) -> dict[str, Any]:

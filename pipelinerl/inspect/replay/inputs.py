@@ -6,12 +6,10 @@ longer there is an error that says so: the trainer keeps its inputs from its old
 """
 
 from collections.abc import Collection, Iterable
-from importlib.metadata import version
 from pathlib import Path
 
 from pipelinerl.config.load import load_old_run
-from pipelinerl.config.sections import Config
-from pipelinerl.errors import CheckpointError, ConfigError, CorruptStreamError
+from pipelinerl.errors import CheckpointError, CorruptStreamError
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import checkpoint_root, list_steps, read_counters
 from pipelinerl.finetune.proximal import ProximalPolicy
@@ -35,13 +33,11 @@ TIMINGS = {
 """Metrics of a step that differ in every repetition."""
 
 
-def collect_inputs(run_dir: Path, step: int, folder: Path, *, whole_model: bool) -> ReplayPlan:
+def collect_inputs(run_dir: Path, step: int, folder: Path) -> ReplayPlan:
     """Make the replay folder of a run's step in the empty ``folder``.
 
-    Args:
-        whole_model: also link a model of the Hugging Face cache, for a machine that does not have it.
     Raises:
-        ConfigError, CheckpointError: something that the step was computed from is not there.
+        CheckpointError: something that the step was computed from is not there.
     """
     cfg, world = load_old_run(run_dir), WorldMap.load(run_dir)
     saved = [number for number, _ in list_steps(checkpoint_root(run_dir))]
@@ -54,6 +50,7 @@ def collect_inputs(run_dir: Path, step: int, folder: Path, *, whole_model: bool)
     last = max(ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps).last_needed(step), step)
     job = world.get("finetune")[0]
     plan = ReplayPlan(
+        run_dir=str(run_dir.absolute()),
         step=step,
         first=first,
         last=last,
@@ -62,14 +59,10 @@ def collect_inputs(run_dir: Path, step: int, folder: Path, *, whole_model: bool)
         num_ranks=world.trainer_world_size,
         threads=max(len(job.cores) // job.num_ranks, 1),
         accelerator=world.accelerator,
-        torch=version("torch"),
     )
     for rank in range(plan.num_ranks):
         _copy_batches(run_dir, folder, plan, rank, max(len(world.get("preprocessor")), 1))
-    files.write_record(folder / files.RECORDED, recorded(run_dir, step))
-    _link_model(cfg, folder, whole_model)
-    files.copy_config(run_dir, folder)
-    files.write_plan(folder, plan)
+    files.write_record(folder / files.PLAN, plan)
     return plan
 
 
@@ -157,24 +150,3 @@ def _copy_batches(run_dir: Path, folder: Path, plan: ReplayPlan, rank: int, inst
         ) from error
     finally:
         feed.close()
-
-
-def _link_model(cfg: Config, folder: Path, whole_model: bool) -> None:
-    source = Path(cfg.model_path)
-    if not source.is_dir():
-        if not whole_model:
-            return
-        source = _cached_model(cfg.model_path)
-    (folder / files.MODEL).symlink_to(source.resolve())
-
-
-def _cached_model(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"model_path {name!r} is neither a folder nor in this machine's Hugging Face cache"
-        ) from error

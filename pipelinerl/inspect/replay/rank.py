@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import CheckpointError, ConfigError
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch, train_step
@@ -129,7 +130,8 @@ def replay(folder: Path, changes: Mapping[str, Any], *, mismatch: bool = False) 
         changes: settings of the loss for a second computation of the step. Empty: there is none.
         mismatch: also compute the log-probabilities of the weights that sampled the tokens.
     """
-    plan, cfg = files.read_plan(folder), files.read_config(folder)
+    plan = files.read_record(folder / files.PLAN, ReplayPlan)
+    cfg = load_old_run(plan.run_dir)
     other = files.changed_loss(cfg, changes)
     accelerator = "cuda" if plan.accelerator == "cuda" and torch.cuda.is_available() else "cpu"
     if accelerator == "cpu":

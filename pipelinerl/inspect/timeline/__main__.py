@@ -3,7 +3,6 @@
     pipelinerl timeline results/x                     writes results/x/timeline.json, for https://ui.perfetto.dev
     pipelinerl timeline results/x --png overlap.png   a picture of generation beside training
     pipelinerl timeline results/x --from 10 --to 16   only these seconds of the run
-    pipelinerl timeline results/x --otlp spans.jsonl  all spans as OTLP/JSON, for OpenTelemetry's collector
 
 Reads the spans in `traces/` of a running, stopped, killed or finished run and changes nothing else. `tracing.trace_mb`
 bounds them.
@@ -20,8 +19,8 @@ from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.inspect.timeline.chrome import chrome_trace
 from pipelinerl.inspect.timeline.overlap import draw, overlap
-from pipelinerl.inspect.timeline.reading import between, otlp_lines, read_spans
-from pipelinerl.world.disk import replace_file, replacement
+from pipelinerl.inspect.timeline.reading import between, read_spans
+from pipelinerl.world.disk import replace_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overlap(spans).text)
         draw(spans, args.png)
         print(args.png)
-    if args.otlp is not None:
-        with replacement(args.otlp) as file:
-            file.writelines(otlp_lines(args.run))
-        print(args.otlp)
     return 0
 
 
@@ -47,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("run", type=Path, help="the run folder")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {TIMELINE_FILE} in the run folder")
     own.add_argument("--png", type=Path, help="draw the overlap into this file")
-    own.add_argument("--otlp", type=Path, help="write all spans into this file, a request of OTLP/JSON per line")
     own.add_argument("--from", dest="start", type=float, default=0.0, metavar="S", help="second of the run to begin at")
     own.add_argument("--to", dest="end", type=float, default=float("inf"), metavar="S", help="second to end at")
     return own

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.observability.span import SpanBatch, otlp_request
-from pipelinerl.observability.spans import TRACES
+from pipelinerl.observability.spans import TRACES, SpanBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +52,6 @@ def read_spans(run_dir: Path) -> list[TimelineSpan]:
         for process, span in found
     ]
     return sorted(spans, key=lambda span: (span.start, -span.end))
-
-
-def otlp_lines(run_dir: Path) -> Iterator[bytes]:
-    """All spans of a run as lines of OTLP/JSON."""
-    for path in files_of(run_dir):
-        for batch in in_file(path):
-            yield msgspec.json.encode(otlp_request(batch)) + b"\n"
 
 
 def files_of(run_dir: Path) -> list[Path]:

@@ -97,7 +97,7 @@ def unjudged(run: Evidence) -> Iterable[Finding]:
             f"{given_up} of {given_up + run.groups} groups were given up, {count} of them for `{reason}`: "
             "nothing of them is trained"
         )
-        yield Finding(Level.DELIVERY, title, text, fix, "pipelinerl ledger {run}")
+        yield Finding(Level.DELIVERY, title, text, fix, "pipelinerl status {run} --ledger")
         return
     attempts = run.attempts
     errors = [attempt for attempt in attempts if attempt.is_error]

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.inspect.ledger import LedgerEntry, ledger_of, main, merge
+from pipelinerl.inspect.ledger import LedgerEntry, ledger_of, merge, show
 from pipelinerl.records import GroupDropped, PreprocessorProgress, Rollout, RolloutGroup, TrainingSequence
 from pipelinerl.streams.files import cursor
 from pipelinerl.streams.files.segment import MAGIC
@@ -132,14 +132,14 @@ def test_build_damaged_record_of_the_preprocessor_may_have_resolved_what_seems_p
 def test_flipped_bit_in_any_record_is_told_and_is_no_violation(tmp_path, monkeypatch, capsys, topic):
     monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
     run = make_run(tmp_path / "run", Story(steps=4))
-    assert main([str(run)]) == 0
+    assert show(run, as_json=False) == 0
     path = run / "streams" / topic / "0" / "0" / f"{0:020d}.log"
     content = path.read_bytes()
     for place in (0.1, *range(1, 12)):
         damaged = bytearray(content)
         damaged[max(len(MAGIC), int(len(content) * place / 12))] ^= 1
         path.write_bytes(damaged)
-        assert main([str(run)]) == 0
+        assert show(run, as_json=False) == 0
         printed = capsys.readouterr()
         assert printed.err == ""
         assert re.search(r"^ +1  damaged", printed.out, re.MULTILINE), place

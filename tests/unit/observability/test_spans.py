@@ -1,7 +1,6 @@
 """Spans of processes: ids that every process computes alike, files that are bounded, a collector that gets the same."""
 
 import http.server
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.inspect.timeline.reading import in_file, otlp_lines
+from pipelinerl.inspect.timeline.reading import in_file
 from pipelinerl.observability import spans
-from pipelinerl.observability.span import SpanRecord, otlp_request, span_ids
-from pipelinerl.observability.spans import SpanWriter
+from pipelinerl.observability.spans import SpanIds, SpanRecord, SpanWriter, span_ids, with_ids
 
 RUN = b"run"
 
@@ -29,10 +27,9 @@ def make_writer(path: Path, max_bytes: int = 1 << 20, sink: Any = None) -> SpanW
     return SpanWriter(path, RUN, {"service.name": "actor_0", "process.pid": 7}, max_bytes, sink)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The spans of a file as OpenTelemetry's collector gets them."""
-    requests = [json.loads(json.dumps(otlp_request(batch))) for batch in in_file(path)]
-    return [span for request in requests for span in request["resourceSpans"][0]["scopeSpans"][0]["spans"]]
+def read(path: Path) -> list[tuple[SpanRecord, SpanIds]]:
+    """The spans of a file with the ids that a collector gets."""
+    return [span for batch in in_file(path) for span in with_ids(batch)]
 
 
 def test_processes_of_a_run_write_into_one_trace_without_talking(tmp_path: Path) -> None:
@@ -41,12 +38,12 @@ def test_processes_of_a_run_write_into_one_trace_without_talking(tmp_path: Path)
         spans.install(writer)
         spans.record(name, "0-17/3", time.time_ns(), root=root)
         spans.stop()
-    found = {name: read(tmp_path / f"{name}.jsonl")[0] for name in ("rollout", "preprocess", "train")}
+    found = {name: read(tmp_path / f"{name}.jsonl")[0][1] for name in ("rollout", "preprocess", "train")}
 
-    assert len({span["traceId"] for span in found.values()}) == 1
-    assert len({span["spanId"] for span in found.values()}) == 3
-    assert found["rollout"]["parentSpanId"] == ""
-    assert {found[name]["parentSpanId"] for name in ("preprocess", "train")} == {found["rollout"]["spanId"]}
+    assert len({ids.trace_id for ids in found.values()}) == 1
+    assert len({ids.span_id for ids in found.values()}) == 3
+    assert found["rollout"].parent_id == ""
+    assert {found[name].parent_id for name in ("preprocess", "train")} == {found["rollout"].span_id}
 
 
 def test_traces_differ_by_name_and_run() -> None:
@@ -63,30 +60,16 @@ def test_children_of_a_trace_have_ids_of_their_own() -> None:
     assert {found.parent_id for found in ids} == {span_ids(RUN, "x", SpanRecord("", "0-1/0", 0, 0, True, {})).span_id}
 
 
-def test_a_line_becomes_a_request_of_otlp(tmp_path: Path) -> None:
-    from google.protobuf.json_format import ParseDict
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    spans.install(make_writer(tmp_path / "traces" / "actor_0.jsonl"))
+def test_a_line_of_the_file_has_the_process_and_its_spans(tmp_path: Path) -> None:
+    spans.install(make_writer(tmp_path / "actor_0.jsonl"))
     spans.record("step", "step 7", 1_000, 5_000, root=True, tokens=3, loss=0.5, kind="a", done=True)
-    spans.record("rollout", "0-1/0", 2_000, 3_000, reward=float("nan"))  # JSON has no such number: left out
+    spans.record("rollout", "0-1/0", 2_000, 3_000, reward=float("nan"))  # JSON has no such number
     spans.stop()
 
-    (request,) = (json.loads(line) for line in otlp_lines(tmp_path))
-    ParseDict(request, ExportTraceServiceRequest())  # raises what OpenTelemetry does not know
-    (resource,) = request["resourceSpans"]
-    assert {"key": "service.name", "value": {"stringValue": "actor_0"}} in resource["resource"]["attributes"]
-    assert resource["scopeSpans"][0]["scope"] == {"name": "pipelinerl"}
-    span, rollout = resource["scopeSpans"][0]["spans"]
-    assert (span["name"], span["startTimeUnixNano"], span["endTimeUnixNano"]) == ("step", "1000", "5000")
-    assert span["parentSpanId"] == ""
-    assert span["attributes"] == [
-        {"key": "tokens", "value": {"intValue": "3"}},
-        {"key": "loss", "value": {"doubleValue": 0.5}},
-        {"key": "kind", "value": {"stringValue": "a"}},
-        {"key": "done", "value": {"boolValue": True}},
-    ]
-    assert rollout["attributes"] == []
+    (batch,) = in_file(tmp_path / "actor_0.jsonl")
+    assert batch.resource == {"service.name": "actor_0", "process.pid": 7}
+    step = SpanRecord("step", "step 7", 1_000, 5_000, True, {"tokens": 3, "loss": 0.5, "kind": "a", "done": True})
+    assert batch.spans == (step, SpanRecord("rollout", "0-1/0", 2_000, 3_000, False, {"reward": None}))
 
 
 def test_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -98,7 +81,7 @@ def test_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
         spans.stop()
     files = [path.with_name("actor_0.1.jsonl"), path]
     assert sum(file.stat().st_size for file in files if file.exists()) <= bound + 10 * 60 + 100
-    starts = [int(span["startTimeUnixNano"]) for file in files if file.exists() for span in read(file)]
+    starts = [span.start for file in files if file.exists() for span, _ in read(file)]
     assert starts == list(range(starts[0], 200))
     assert len(starts) >= 30
 
@@ -178,8 +161,5 @@ def test_collector_gets_the_same_spans_as_the_file(tmp_path: Path) -> None:
         (span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.start_time_unix_nano)
         for span in got
     ]
-    written = [
-        (s["name"], s["traceId"], s["spanId"], s["parentSpanId"], int(s["startTimeUnixNano"]))
-        for s in read(tmp_path / "a.jsonl")
-    ]
+    written = [(span.name, *ids, span.start) for span, ids in read(tmp_path / "a.jsonl")]
     assert ours == written
