@@ -1,4 +1,4 @@
-"""The trainer's engine: what `finetune.engine`, `use_fsdp` and `use_deepspeed` mean, and what is known of an engine.
+"""The trainer's engine: what `finetune.engine` means, and what is known of an engine.
 
 An engine is a class by its dotted name. A built-in one has a short name in front. Light: what the launcher, the plan
 and the checks must know of a built-in engine stands here, so that none of them imports torch.
@@ -96,13 +96,11 @@ TRAITS = {
 def engine_of(config: Config, ranks: int) -> str:
     """Returns the short or dotted name of the engine for this number of ranks.
 
-    For one rank `auto` is `ddp`, unless a key is set that only the sharded engine reads.
+    ``auto`` is DeepSpeed, and ``ddp`` for one rank.
     """
     if config.finetune.engine != "auto":
         return config.finetune.engine
-    name = "fsdp2" if config.use_fsdp else "deepspeed" if config.use_deepspeed else "ddp"
-    is_needed = ranks > 1 or any(getattr(config.finetune, key) for key in TRAITS[name].reads)
-    return name if is_needed else "ddp"
+    return "deepspeed" if ranks > 1 else "ddp"
 
 
 def engine_class(name: str) -> Any:

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.keys import REQUIRED, declared
+from pipelinerl.config.names import explain_missing, with_one_name
 from pipelinerl.config.origin import make_importable, with_moved_paths
 from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
@@ -51,17 +52,21 @@ def parse(cfg: DictConfig) -> Config:
 
 
 def to_container(cfg: DictConfig) -> dict[str, Any]:
-    """Returns plain nested dictionaries with every interpolation resolved, without the key `hydra`."""
+    """Returns plain nested dictionaries with every interpolation resolved, and every setting under its one name.
+
+    The key `hydra` is left out.
+    """
     try:
         missing = missing_keys(cfg)
         if missing:
             raise ConfigError(must_be_given(missing))
         container = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"`{error.full_key}` cannot be resolved: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"`{error.full_key}` cannot be resolved: {reason}{explain_missing(reason)}") from error
     assert isinstance(container, dict)
     container.pop("hydra", None)
-    return {str(key): value for key, value in container.items()}
+    return with_one_name({str(key): value for key, value in container.items()})
 
 
 def missing_keys(cfg: DictConfig) -> list[str]:
@@ -88,7 +93,7 @@ def must_be_given(missing: Sequence[str]) -> str:
 
 def parse_container(container: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(in_steps(without_extra_keys(container)))
+        return Config.model_validate(in_steps(with_one_name(without_extra_keys(container))))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
 

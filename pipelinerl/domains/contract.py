@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.dotted import resolve_function
+from pipelinerl.config.names import with_other_names
 from pipelinerl.config.sections import Config, DomainSection, SubsetSection
 from pipelinerl.config.variables import references, with_values
 from pipelinerl.domains.datasets import Problem
@@ -137,9 +138,9 @@ class Domain:
 
 
 def cfg_of_domains(container: Mapping[str, Any]) -> DictConfig:
-    """Returns a plain configuration as rollout functions get it: with the values of references, and both spellings."""
+    """Returns a plain configuration as rollout functions get it: references have values, keys all their names."""
     env = {name: re.sub(r"(\\*)\$\{", r"\1\1\\${", value) for name, value in os.environ.items()}  # no interpolations
-    return with_both_spellings(OmegaConf.create(with_values(container, env)))
+    return with_both_spellings(OmegaConf.create(with_other_names(with_values(container, env))))
 
 
 def domains_of(cfg: Config) -> tuple[Domain, ...]:

@@ -85,9 +85,9 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         compile_layers(lm)
     policy = Policy(
         lm,
-        temperature=finetune.rl.temperature,
+        temperature=cfg.llm.temperature,
         chunk=head_chunk(cfg, shape, world_size, gpu_bytes),
-        fp32_head=finetune.fp32_lm_head,
+        fp32_head=cfg.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
         sequence=make_sequence_group(finetune.seq_parallel),

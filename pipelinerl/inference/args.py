@@ -208,7 +208,7 @@ def score_temperature(cfg: Config, job: Job) -> float | None:
     """Temperature at which a server scores, or at which a judge's requests begin. None: it is a policy server."""
     if job.kind == "actor_llm":
         return None
-    return 1.0 if isinstance(_side_model(cfg, job), JudgeSection) else cfg.finetune.rl.temperature
+    return 1.0 if isinstance(_side_model(cfg, job), JudgeSection) else cfg.llm.temperature
 
 
 def averaging(cfg: Config, job: Job, run_dir: Path) -> Averaging | None:

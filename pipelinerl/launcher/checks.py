@@ -242,7 +242,7 @@ def optimizer(plan: RunPlan) -> list[str]:
     if traits_of(name).shards_only_adamw:
         raise ConfigError(
             f"`finetune.optimizer.name` is {options.name}, but {name} shards the states of adamw only: set "
-            "use_deepspeed=false and use_fsdp=true, or finetune.engine=ddp"
+            "finetune.engine=fsdp2 or finetune.engine=ddp"
         )
     package = options.name.partition(".")[0]
     if find_spec(package) is None:

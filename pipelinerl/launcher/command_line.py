@@ -166,12 +166,15 @@ def with_right_plus(override: str) -> str:
     """`+dry_run=true` → `dry_run=true`: Hydra refuses to add a key that exists.
 
     `parameters={a: 1}` → `+parameters={a: 1}`: else Hydra refuses every key that the mapping does not have yet.
+    `use_fsdp=true` → `++use_fsdp=true`: `base` does not have other names of a key.
     """
     from pipelinerl.config.load import config_keys
+    from pipelinerl.config.names import NAMES
 
     given = re.match(r"\+?(?P<key>[\w.]+)=(?P<opens>\s*\{)?", override)
     if given is None or (given["key"] not in config_keys()):
-        return override
+        is_other_name = given is not None and given["key"] in NAMES
+        return "++" + override.removeprefix("+") if is_other_name else override
     return ("+" if given["opens"] else "") + override.removeprefix("+")
 
 

@@ -223,7 +223,7 @@ def make_engine(case: Case, cfg: Config) -> RecordingEngine:
         register_attention(PACKED, packed_attention)
         lm.set_attn_implementation(PACKED)
     coef = rl.value_loss_coef if rl.advantage == "value" else None
-    policy = Policy(lm, temperature=rl.temperature, chunk=7, value_loss_coef=coef)
+    policy = Policy(lm, temperature=cfg.llm.temperature, chunk=7, value_loss_coef=coef)
     if policy.value_head is not None:
         torch.nn.init.normal_(policy.value_head.weight, std=0.1)
     return RecordingEngine(policy, cfg, torch.device("cpu"))

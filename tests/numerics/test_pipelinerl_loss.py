@@ -225,7 +225,7 @@ def policy_of(config: Config) -> Policy:
     lm = make_qwen2(VOCAB, initializer_range=0.2, attn_implementation="sdpa").double()
     has_values = config.finetune.rl.advantage == "value"
     coefficient = config.finetune.rl.value_loss_coef if has_values else None
-    policy = Policy(lm, temperature=config.finetune.rl.temperature, value_loss_coef=coefficient)
+    policy = Policy(lm, temperature=config.llm.temperature, value_loss_coef=coefficient)
     if policy.value_head is not None:
         torch.nn.init.normal_(policy.value_head.weight, std=0.3)
     return policy

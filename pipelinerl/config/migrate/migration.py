@@ -15,6 +15,7 @@ from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.environment_servers import TARGET
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import config_keys, is_free_form, nearest_key
+from pipelinerl.config.names import NAMES
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, SAME_DOMAINS, Rename, rename_of
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -332,7 +333,7 @@ def _carry(key: str, value: Any, result: Migration) -> None:
     """One key into the new experiment, or a line about why not."""
     row = rename_of(key)
     if row is None:
-        known = key in config_keys() or is_free_form(key)
+        known = key in config_keys() or key in NAMES or is_free_form(key)
         if _put(key, value, result) and not known:
             near = nearest_key(key)
             result.missing.append(

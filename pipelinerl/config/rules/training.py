@@ -1,7 +1,5 @@
 """Of the trainer, apart from the objective."""
 
-import math
-
 from pipelinerl.config.engine import TRAITS, engine_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import max_model_len
@@ -18,32 +16,10 @@ def sequence_fits_trainer(config: Config) -> str | None:
     )
 
 
-def temperature_is_one_value(config: Config) -> str | None:
-    sampled, trained = config.llm.parameters.get("temperature", 1.0), config.finetune.rl.temperature
+def temperature_is_positive(config: Config) -> str | None:
+    sampled = config.llm.parameters.get("temperature", 1.0)
     if not isinstance(sampled, int | float) or sampled <= 0:
         return f"`llm.parameters.temperature` is {sampled!r}: training needs a temperature above 0"
-    if not math.isclose(sampled, trained):
-        return (
-            f"`finetune.rl.temperature` is {trained} but `llm.parameters.temperature` is {sampled}: "
-            "the trainer must use the "
-            "sampling temperature; leave the first at its default"
-        )
-    return None
-
-
-def head_precision_agrees(config: Config) -> str | None:
-    if config.fp32_lm_head != config.finetune.fp32_lm_head:
-        return (
-            f"`fp32_lm_head` is {config.fp32_lm_head} but `finetune.fp32_lm_head` is "
-            f"{config.finetune.fp32_lm_head}: server and "
-            "trainer must compute the head alike; leave the second at its default"
-        )
-    return None
-
-
-def one_engine(config: Config) -> str | None:
-    if config.use_deepspeed and config.use_fsdp and config.finetune.engine == "auto":
-        return "`use_deepspeed` and `use_fsdp` are both true: choose one, set the other to false"
     return None
 
 
@@ -89,15 +65,6 @@ def warmup_without_schedule(config: Config) -> str | None:
     return None
 
 
-def engine_overrides_choice(config: Config) -> str | None:
-    engine = config.finetune.engine
-    if engine != "auto" and (
-        (config.use_deepspeed and engine != "deepspeed") or (config.use_fsdp and engine != "fsdp2")
-    ):
-        return f"use_deepspeed and use_fsdp have no effect: finetune.engine={engine}"
-    return None
-
-
 def engine_key_without_reader(config: Config) -> str | None:
     engine = engine_of(config, ranks=2)
     for key in sorted(frozenset[str]().union(*(traits.reads for traits in TRAITS.values()))):
@@ -109,9 +76,7 @@ def engine_key_without_reader(config: Config) -> str | None:
 
 RULES = (
     sequence_fits_trainer,
-    temperature_is_one_value,
-    head_precision_agrees,
-    one_engine,
+    temperature_is_positive,
     engine_runs_with_settings,
     sequence_parallel_needs_packing,
     compiled_layers_are_whole,
@@ -119,6 +84,5 @@ RULES = (
 )
 HINTS = (
     warmup_without_schedule,
-    engine_overrides_choice,
     engine_key_without_reader,
 )

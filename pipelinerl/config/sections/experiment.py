@@ -250,15 +250,9 @@ class Config(Section):
         False, "let transformers and vLLM run code that comes with the model", may_change=True
     )
     fp32_lm_head: bool = key(True, "output head in float32 in trainer and server")
-    use_deepspeed: bool = key(True, "several trainer ranks: DeepSpeed ZeRO", may_change=True)
     deepspeed_config: str = key(
         "deepspeed_stage3_bf16",
         "file of `conf/deepspeed` without `.json`. Or the absolute path of another",
-        may_change=True,
-    )
-    use_fsdp: bool = key(
-        False,
-        "several trainer ranks: FSDP2 (torch's `fully_shard`). Needs `use_deepspeed: false`",
         may_change=True,
     )
     sandbox: str | None = key(

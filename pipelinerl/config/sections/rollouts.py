@@ -39,6 +39,11 @@ class LLMSection(Section):
         "else the name of one of vLLM's parsers (`--reasoning-parser`), e.g. `qwen3`",
     )
 
+    @property
+    def temperature(self) -> float:
+        """Of sampling, at which the trainer's logits are divided, too."""
+        return float(self.parameters.get("temperature", 1.0))
+
 
 class EvaluationLLMSection(LLMSection):
     """Sampling of evaluation rollouts."""

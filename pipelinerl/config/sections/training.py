@@ -65,10 +65,6 @@ class RLSection(Section):
     no_positive_resampling: float | None = key(
         None, "success rate at which a problem leaves the pool (0.9). Null = never", gt=0, le=1
     )
-    temperature: PositiveFloat = key(
-        "${llm.parameters.temperature}",
-        "must be the sampling temperature. Conversations are imitated at it, too: −log π of logits divided by it",
-    )
 
 
 class LoraSection(Section):
@@ -159,7 +155,6 @@ class FinetuneSection(Section):
     dtype: Literal["float32", "bfloat16"] = key(
         "bfloat16", "data type of the computation. Master weights and optimizer are float32"
     )
-    fp32_lm_head: bool = key("${fp32_lm_head}", "must agree with the servers")
     head_chunk_tokens: PositiveInt | Literal["auto"] = key(
         "auto",
         "tokens whose logits exist at one time. Auto = 1024 or 512 where the planned memory of the GPU allows it, "
@@ -194,8 +189,8 @@ class FinetuneSection(Section):
     )
     engine: str = key(
         "auto",
-        "`ddp`, `deepspeed`, `fsdp2`, or the dotted name of a class of yours ([guide](guides/engine.md)). auto = by "
-        "`use_deepspeed` and `use_fsdp`, and `ddp` for one rank unless a key of fsdp2 is set",
+        "`ddp`, `deepspeed`, `fsdp2`, or the dotted name of a class of yours ([guide](guides/engine.md)). auto = "
+        "`deepspeed`, and `ddp` for one rank. PipelineRL's `use_deepspeed` and `use_fsdp` choose it, too",
         may_change=True,
         pattern=ENGINE_PATTERN,
     )

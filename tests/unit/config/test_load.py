@@ -26,7 +26,7 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
 def test_validate_base_configuration_is_accepted() -> None:
     config = validate(compose("base", REQUIRED))
     assert config.batch_size == 256
-    assert config.finetune.rl.temperature == config.llm.parameters["temperature"] == 1.0
+    assert config.llm.temperature == config.llm.parameters["temperature"] == 1.0
 
 
 def test_to_container_missing_values_are_named_together() -> None:

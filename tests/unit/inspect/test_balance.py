@@ -144,7 +144,7 @@ def test_splits_of_cores_are_by_slots_and_one_rank_trains_without_an_engine_for_
     assert best is not None
     assert best.overrides[0] == "world.cpu_slots=3"
     assert gain == pytest.approx(4 / 3), "two thirds of the cores generate 4/3 of now, a third trains 4/3 of it"
-    ranks = world(2, "use_fsdp=true", cores=4)
+    ranks = world(2, "finetune.engine=fsdp2", cores=4)
     assert ranks is not None
     assert len(ranks.others) == 1 + 2 + 3
     alone = world(2, cores=2)

@@ -163,7 +163,7 @@ def test_changed_keys_are_those_that_differ_from_the_defaults(run_dir: Path) -> 
     assert changed["finetune.max_train_steps"] == ("8", "1000")
     assert changed["max_lag_steps"] == ("3", "8")
     assert "attempts" not in changed
-    assert "finetune.rl.temperature" not in changed, "an interpolation that was not touched"
+    assert "finetune.rl.final_entropy_bonus" not in changed, "an interpolation that was not touched"
 
 
 def lying_in(folder: Path, config: Config) -> Config:

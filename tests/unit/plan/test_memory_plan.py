@@ -169,7 +169,7 @@ def test_gradient_in_shards_is_a_share_of_it():
 
 
 def test_large_model_fits_with_its_gradient_in_shards():
-    cfg = make_config("use_deepspeed=false", "use_fsdp=true", "model_path=Qwen/Qwen2.5-72B")
+    cfg = make_config("finetune.engine=fsdp2", "model_path=Qwen/Qwen2.5-72B")
     shape, world = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"], map_world(cfg, one_node(8), check=False)
     advice = what_would_fit(cfg, world, shape, 80 * GIB, "finetune")
     keys = "finetune.gradient_checkpointing=true finetune.engine=fsdp2 finetune.shard_gradients=true"
@@ -387,7 +387,7 @@ def test_model_larger_than_its_share_does_not_fit():
 
 def test_what_would_fit_is_the_smallest_change_and_does_fit():
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    cfg = make_config("finetune.gradient_checkpointing=false", "use_deepspeed=false", "finetune.seq_length=8192")
+    cfg = make_config("finetune.gradient_checkpointing=false", "finetune.engine=ddp", "finetune.seq_length=8192")
     world = map_world(cfg, one_node(8), check=False)  # four servers, four trainer ranks
     kept = with_value(cfg, "finetune.gradient_checkpointing", True)
     sharded = with_value(kept, "finetune.engine", "fsdp2")
