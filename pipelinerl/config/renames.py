@@ -26,7 +26,7 @@ class Rename:
     """Dotted key; None = there is none."""
     kind: RenameKind
     why: str = ""
-    """Without a final full stop; continues "it is `new` here: …" or "it is not needed: …"."""
+    """Without a final full stop; continues "it is `new` here: …"."""
     values: Mapping[Any, Any] = field(default_factory=dict)
     """Old value → new value, where it is another one."""
     unit: str = ""
@@ -37,10 +37,6 @@ def moved(old: str, new: str, why: str = "", *, values: Mapping[Any, Any] | None
     return Rename(old=old, new=new, kind="moved", why=why, values=values or {}, unit=unit)
 
 
-def needless(old: str, why: str) -> Rename:
-    return Rename(old=old, kind="needless", why=why)
-
-
 def missing(old: str, why: str) -> Rename:
     return Rename(old=old, kind="missing", why=why)
 
@@ -49,14 +45,10 @@ def own(old: str) -> Rename:
     return Rename(old=old, kind="own", why=f"it is the domain's own: add it to `extra_keys: [{old}]`")
 
 
-BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
-OLD_DATA = "`max_lag_steps` bounds how far generation runs ahead, and `preprocess.lag_drop` drops what is older"
-OWN_JOBS = "the launcher writes the world map, and roles read it"
 QUANTISED = (
     "servers sample from the whole base, so a rounded one in the trainer would be another policy. "
     "The base is kept in `finetune.dtype`, without gradients and optimizer states"
 )
-RUN_FOLDER = "a run is its folder: the same command resumes it, and its wandb runs with it"
 
 EXPERIMENT = (
     moved("finetune.attempts", "attempts"),
@@ -68,12 +60,8 @@ EXPERIMENT = (
         "a version is a number of samples there and of optimizer steps here",
         unit=SAMPLES,
     ),
-    needless("pop_old_data", "what `max_lag_steps` allows is trained in order, and nothing else is taken away"),
     moved("fp32_layer_prefix", "fp32_lm_head", "the head is found in the model", values={"lm_head": True}),
     missing("accelerate_config", "the launcher starts the ranks: set `use_deepspeed`, `use_fsdp`, or neither of them"),
-    needless("fsdp.*", "FSDP2 computes in `finetune.dtype` and reduces in float32"),
-    needless("jobs", OWN_JOBS),
-    needless("me.*", OWN_JOBS),
     moved(
         "debug.mode",
         "debug.mode",
@@ -86,7 +74,6 @@ EXPERIMENT = (
         },
     ),
     missing("debug.use_existing_llms", "name the servers: `debug.existing_llms: [http://HOST:PORT]`"),
-    needless("debug.place_inference_workers", "the world map places servers"),
     missing("environment_start_port", "see `world.port_base`"),
     own("sandbox_timeout"),
     moved("actor.sandbox_endpoint", "sandbox_endpoint"),
@@ -96,18 +83,9 @@ EXPERIMENT = (
 )
 ROLLOUTS = (
     moved("actor.log_each_n_secs", "actor.log_every_s", values={0: LEFT_OUT}),
-    needless("actor.problem_queue_size", BUFFERS),
-    needless("actor.result_queue_size", BUFFERS),
-    needless("actor.shared_memory_entry_size", "rollouts have no size limit but `streams.max_record_mb`"),
-    needless("actor.throughput_window_size", "throughput is that of `actor.log_every_s`"),
-    needless("actor.chunk_size", "the actor dispatches one group at a time, to the least loaded server"),
-    needless("actor.threads_per_llm", "set `actor.llm_max_rollouts`"),
-    needless("actor.submit_delay", "the lag bound paces the actor"),
     moved(
         "actor.max_rollout_retries", "actor.max_group_reissues", "a group is tried again whole", values={-1: LEFT_OUT}
     ),
-    needless("actor.rollout_retry_initial_delay_s", "requests back off by themselves"),
-    needless("actor.rollout_retry_max_delay_s", "requests back off by themselves"),
     missing("actor.domain_mix", "write `domains`, a list with a `weight` each"),
     missing("domain_rollouts", "write it into `actor.domain_rollouts`, or `domains` with a weight each"),
     missing("actor.difficulty_aware_penalty", "a domain does not see its group; give the reward in the domain"),
@@ -134,32 +112,9 @@ ROLLOUTS = (
     moved("rewards.unparsable_not_finished", "rewards.unfinished.unparsable"),
     moved("rewards.buffer_tokens", "preprocess.overlong_buffer_tokens", "the same soft penalty, for every domain"),
 )
-PREPROCESS = (
-    needless("preprocess.input", "topics have one name each"),
-    needless("preprocess.output", "topics have one name each"),
-    needless(
-        "preprocess.n_workers", "one preprocessor packs millions of tokens per second; `world.replicas` adds more"
-    ),
-    needless("preprocess.chunk_n_groups", BUFFERS),
-    needless("preprocess.queue_size", BUFFERS),
-    needless("preprocess.raw_queue_size", BUFFERS),
-    needless("preprocess.input_queue_size", BUFFERS),
-    needless("preprocess.output_queue_size", BUFFERS),
-    needless("preprocess.dataset_buffer_size", BUFFERS),
-    needless("preprocess.ring_buffer_size", BUFFERS),
-    needless("preprocess.max_ready_samples_per_lead", "set `preprocess.max_ready_steps`, in optimizer batches"),
-    needless("preprocess.pop_old_data", OLD_DATA),
-    needless("preprocess.shared_memory_entry_size", "samples have no size limit but `streams.max_record_mb`"),
-    needless("preprocess.log_every_n_samples", "the preprocessor writes one line per optimizer batch"),
-)
+PREPROCESS = ()
 SERVERS = (
-    needless("vllm_config.use_v1", "there is one engine"),
     missing("vllm_config.quantization", "set `vllm_config.vllm_kwargs.quantization`; weight updates are not quantised"),
-    needless("vllm_config.vllm_kwargs.logprobs-mode", "the server is started with processed log-probabilities"),
-    needless("vllm_config.vllm_kwargs.return-tokens-as-token-ids", "tokens travel as ids"),
-    needless("vllm_config.vllm_kwargs.async-scheduling", "the scheduler is the project's own"),
-    needless("vllm_config.vllm_kwargs.enable-chunked-prefill", "it is vLLM's default"),
-    needless("vllm_config.vllm_kwargs.num-scheduler-steps", "vLLM has it no more"),
     moved(
         "vllm_config.vllm_kwargs.enable-prefix-caching",
         "vllm_config.prefix_caching",
@@ -167,24 +122,16 @@ SERVERS = (
         values={False: LEFT_OUT, True: "version", "": "version"},
     ),
     moved("vllm_config.vllm_kwargs.max-num-seq", "vllm_config.vllm_kwargs.max-num-seqs"),
-    needless(
-        "vllm_config.vllm_kwargs.enable-auto-tool-choice", "the actor reads tool calls from the tokens, not the server"
-    ),
     moved(
         "vllm_config.vllm_kwargs.tool-call-parser",
         "llm.tool_parser",
         "the actor reads tool calls from the tokens, not the server",
         values={"hermes": LEFT_OUT},
     ),
-    needless(
-        "vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers, or `rl_tool`"
-    ),
 )
 WORLD = (
-    needless("world.environment_mode", "set `mode` of an entry of `environments`"),
     moved("world.actor_group_port", "world.port_base", "first port of the run's block", values={9000: LEFT_OUT}),
     moved("world.environment_start_port", "world.port_base", "first port of the run's block", values={7777: LEFT_OUT}),
-    needless("streams.save", "the run's redis-server writes an append-only file, as `streams.fsync` says"),
 )
 TRAINER = (
     moved(
@@ -243,30 +190,9 @@ TRAINER = (
             "lion": "bitsandbytes.optim.Lion",
         },
     ),
-    needless("finetune.config_name", "the model is `model_path`"),
-    needless("finetune.output_dir", "the folder is `output_dir`"),
-    needless("finetune.data", "the trainer reads the stream"),
-    needless("finetune.input", "topics have one name each"),
-    needless("finetune.objective", "the trainer trains by RL"),
-    needless("finetune.auto_device_map", "the world map places ranks"),
-    needless("finetune.resume_dataloader", "a resumed trainer continues at its place in the stream"),
-    needless("finetune.valid_batch_size", "evaluation is the actor's"),
-    needless("finetune.max_eval_steps", "set `eval.max_problems`"),
-    needless("finetune.eval_callback.*", "evaluation is the actor's"),
-    needless("finetune.reentrant_checkpointing", "checkpointing is not reentrant"),
-    needless("finetune.cuda_empty_cache", "micro-batches have one size"),
     missing("finetune.also_save_steps", "set `finetune.save_checkpoint_steps`"),
-    needless("finetune.use_safetensors", "models are exported as safetensors"),
-    needless("finetune.save_final_training_state", "the last step is always saved"),
     missing("finetune.sft_config_name", "`stage=sft` imitates the conversations of `sft.datasets`"),
-    needless("finetune.n_examples", "`finetune.max_train_steps` bounds the run"),
-    needless("finetune.log_each_n_steps", "every step is logged"),
     missing("finetune.memory_debug.enabled", "the trainer does not log its memory"),
-    needless("finetune.memory_debug.*", "the trainer does not log its memory"),
-    needless("finetune.send_weight_updates", "every run updates its servers"),
-    needless("finetune.queue_size", BUFFERS),
-    needless("finetune.pop_old_data", OLD_DATA),
-    needless("finetune.lora.task_type", "the model is a causal one"),
     missing("finetune.lora.base_model_8bit", QUANTISED),
     missing("finetune.lora.base_model_4bit", QUANTISED),
     missing("finetune.lora.bias", "biases are not trained"),
@@ -296,16 +222,8 @@ OBJECTIVE = (
     moved("finetune.rl.use_advantages", "finetune.rl.advantage", values={True: LEFT_OUT, False: NO_EQUIVALENT}),
     missing("finetune.rl.reward_minus_kl_coef", "set `finetune.rl.kl_coef`, a term of the loss"),
     missing("finetune.rl.relu_log_p_weights", "write an advantage or a loss of your own (docs/objectives.md)"),
-    needless("finetune.rl.batch_size", "it is `finetune.train_batch_size` × `finetune.gradient_accumulation_passes`"),
 )
-WANDB = (
-    moved("wandb.use_wandb", "wandb.mode", values={True: "online", False: "disabled"}),
-    needless("wandb.wandb_id", RUN_FOLDER),
-    needless("wandb.wandb_resume", RUN_FOLDER),
-    needless("wandb.wandb_dir", "records lie in the run folder"),
-    needless("wandb.wandb_use_basename", "set `wandb.wandb_name`"),
-    needless("wandb.wandb_workspace_root", "set `wandb.wandb_group`"),
-)
+WANDB = (moved("wandb.use_wandb", "wandb.mode", values={True: "online", False: "disabled"}),)
 GROUPS: Mapping[str, tuple[Rename, ...]] = {
     "Experiment": EXPERIMENT,
     "Rollouts and rewards": ROLLOUTS,
@@ -316,7 +234,32 @@ GROUPS: Mapping[str, tuple[Rename, ...]] = {
     "Objective": OBJECTIVE,
     "wandb": WANDB,
 }
-RENAMES: Mapping[str, Rename] = {row.old: row for rows in GROUPS.values() for row in rows}
+NEEDLESS = frozenset(
+    """
+    actor.chunk_size actor.problem_queue_size actor.result_queue_size actor.rollout_retry_initial_delay_s
+    actor.rollout_retry_max_delay_s actor.shared_memory_entry_size actor.submit_delay actor.threads_per_llm
+    actor.throughput_window_size debug.place_inference_workers finetune.auto_device_map finetune.config_name
+    finetune.cuda_empty_cache finetune.data finetune.eval_callback.* finetune.input finetune.log_each_n_steps
+    finetune.lora.task_type finetune.max_eval_steps finetune.memory_debug.* finetune.n_examples
+    finetune.objective finetune.output_dir finetune.pop_old_data finetune.queue_size
+    finetune.reentrant_checkpointing finetune.resume_dataloader finetune.rl.batch_size
+    finetune.save_final_training_state finetune.send_weight_updates finetune.use_safetensors
+    finetune.valid_batch_size fsdp.* jobs me.* pop_old_data preprocess.chunk_n_groups
+    preprocess.dataset_buffer_size preprocess.input preprocess.input_queue_size preprocess.log_every_n_samples
+    preprocess.max_ready_samples_per_lead preprocess.n_workers preprocess.output preprocess.output_queue_size
+    preprocess.pop_old_data preprocess.queue_size preprocess.raw_queue_size preprocess.ring_buffer_size
+    preprocess.shared_memory_entry_size streams.save vllm_config.use_v1 vllm_config.vllm_kwargs.async-scheduling
+    vllm_config.vllm_kwargs.enable-auto-tool-choice vllm_config.vllm_kwargs.enable-chunked-prefill
+    vllm_config.vllm_kwargs.logprobs-mode vllm_config.vllm_kwargs.num-scheduler-steps
+    vllm_config.vllm_kwargs.return-tokens-as-token-ids vllm_config.vllm_kwargs.tool-parser-plugin
+    wandb.wandb_dir wandb.wandb_id wandb.wandb_resume wandb.wandb_use_basename wandb.wandb_workspace_root
+    world.environment_mode
+    """.split()  # noqa: SIM905 — a list would take a line for each
+)
+"""Keys that nothing here needs, or with `.*` all keys below one."""
+RENAMES: Mapping[str, Rename] = {row.old: row for rows in GROUPS.values() for row in rows} | {
+    name: Rename(old=name, kind="needless") for name in NEEDLESS
+}
 GAMES = "pipelinerl.domains.pipelinerl_games."
 DOTTED_NAMES = {
     "pipelinerl.domains.math.load_datasets": "pipelinerl.domains.math.load_problems",
@@ -350,7 +293,9 @@ def hint(row: Rename) -> str:
         return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
     if row.kind == "own":
         return said
-    return f"PipelineRL's key {'is not needed' if row.kind == 'needless' else 'has no equivalent'} here: {said}"
+    if row.kind == "needless":
+        return "PipelineRL's key is not needed here"
+    return f"PipelineRL's key has no equivalent here: {said}"
 
 
 def explained(row: Rename) -> str:

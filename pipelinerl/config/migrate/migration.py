@@ -349,7 +349,7 @@ def _carry(key: str, value: Any, result: Migration) -> None:
         target = (
             result.needless if row.kind == "needless" or value in (None, False, "", "none", [], -1) else result.missing
         )
-        target.append(f"{key}: {row.why}")
+        target.append(f"{key}: {row.why}" if row.why else key)
         return
     _move(key, value, row, result)
 
