@@ -64,13 +64,10 @@ class LoopTimes:
 
 
 def blocked_s(times: LoopTimes) -> float:
-    """For how long code blocked the loop.
-
-    The loop was late without being blocked while its thread was ready and got no CPU, and while the whole process was
-    stopped (a frozen container, time that a hypervisor took). Then the looking thread was late, too. It is also late
-    while the loop's thread computes and keeps the interpreter's lock, which is a block: so its lateness counts only as
-    far as the loop's thread neither computed nor waited for a CPU.
-    """
+    """For how long code blocked the loop, in seconds."""
+    # Not blocked, but late: the thread was ready and got no CPU (`delay_s`), or the whole process was stopped, and then
+    # the looking thread was late, too. It is also late while the loop's thread computes and keeps the interpreter's
+    # lock, which is a block: so its lateness counts only as far as the loop's thread neither computed nor waited.
     stopped_s = max(0.0, times.late_s - times.cpu_s - times.delay_s)
     return times.pause_s - times.delay_s - stopped_s
 

@@ -2,16 +2,12 @@
 
 Samples are trained in publication order, ``batch_size`` units per optimizer step: rollouts, or their texts. The units
 dispatched and not dropped therefore tell at which version the next sample will be trained. A drop (failure, filter,
-lag) makes room at once, so no filter can starve training. What a batch holds beyond its size makes room, too. The texts
-of a rollout under way are not known: it counts as many as published ones in the mean, and exactly once it is published.
-Until one is published, no more rollouts start than one batch has texts (``TrainingGroups``).
-``max_lag_steps`` 0 gives synchronous training.
+lag) and what a batch holds beyond its size make room at once, so no filter can starve training. A rollout under way
+counts as many texts as published ones in the mean (``TrainingGroups`` begins with one batch).
 
-Where several domains are mixed, the next group is dispatched for the domain that is furthest behind its weight, with
-running groups counted. A finished group waits to be published while a domain that is further behind has running groups.
-Publication therefore follows the order of dispatch over the domains, however long their rollouts take, and waiting
-costs nothing of the lag bound. Dropped samples do not count, so the domain gets more rollouts to replace them. This
-compensation is limited, because a domain whose samples are all dropped must not hold up the others.
+Of several domains, the one that is furthest behind its weight gets the next group, with running groups counted, and
+groups are published in that order, too. Dropped samples do not count, within a limit: a domain whose samples are all
+dropped must not hold up the others.
 """
 
 import math

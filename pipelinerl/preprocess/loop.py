@@ -5,7 +5,7 @@ Waits for: the next group (from the actor), reference log-probs (from the refere
 `preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it.
 The last wait always ends, because the trainer then has a batch to train. Ends: when asked to stop, and without the rest
 of the run at the end of the recorded groups. After a restart, it resumes behind its last published batch (see
-``progress``).
+``totals``).
 
 With n replicas, preprocessor r reads only actor r and packs the optimizer steps with step % n == r. Its output is a
 pure function of one topic, so exactly-once delivery needs no agreement between replicas. The trainer takes the steps in

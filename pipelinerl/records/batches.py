@@ -20,7 +20,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ``step`` is the optimizer step that trains it, counted from 0. It is also the version of the weights before that
     step, so the lag of a token is ``step - version`` and is known when the batch is packed.
     The loss of the optimizer batch sums ``segment_weights[segment(t)] * loss_t`` over the trained tokens of all its
-    micro-batches and ranks. Packing therefore cannot change the gradient (ALGORITHMS §4).
+    micro-batches and ranks. Packing therefore cannot change the gradient (docs/algorithms.md §4).
     """
 
     step: int

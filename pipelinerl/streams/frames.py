@@ -71,10 +71,9 @@ def frame_bytes(buffer: Buffer | mmap.mmap, start: int = 0) -> int:
 def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
     """Returns the frame at ``start``, which must be record ``offset``, or None while it is incomplete.
 
-    A frame is incomplete if the buffer ends before it, or if the buffer holds only zeros from some byte of the frame to
-    its end (space that a file system has allocated but not filled). Zeros behind the frame are such space, as no writer
-    allots any, so one zero at the frame's end is enough before them. Raises ``CorruptStreamError`` for anything else
-    that does not verify.
+    It is incomplete if the buffer ends before it, or holds only zeros from some byte of it to the buffer's end: space
+    that a file system has allocated but not filled. Raises ``CorruptStreamError`` for anything else that does not
+    verify.
     """
     available = len(buffer) - start
     if available < HEADER_BYTES:
@@ -97,6 +96,7 @@ def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int 
         return None
     payload = view[start + HEADER_BYTES : end]
     if zlib.crc32(payload) != payload_crc:
+        # zeros behind the frame are such space, as no writer allots any: then one zero at its end is enough
         unfilled = 1 if end < len(buffer) else _UNFILLED_BYTES
         if not any(view[max(end - unfilled, start + HEADER_BYTES) :]):
             return None

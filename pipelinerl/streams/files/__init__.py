@@ -9,15 +9,12 @@ Only the newest segment grows. A writer killed during a write leaves an incomple
 off, and readers treat it as not yet written. Bytes that fail a checksum are an error for both. When the writer begins a
 new segment, it deletes the segments below every named reader's position. Without a named reader it deletes none.
 
-``fsync`` = ``never`` leaves writing to disk to the kernel: a killed process loses nothing, a power cut may lose
-records. ``segment`` syncs a segment when it is full or closed, and before a position, a record of another stream
-(``barrier``) or a checkpoint (``sync``) refers to its records. A power cut then loses only records at the end of
-streams that nothing refers to. ``always`` syncs every record before ``append`` returns.
+What a power cut may take depends on ``fsync``: ``never``: any record that the kernel had not written. ``segment``:
+records at the end of streams that nothing refers to, since a segment is synced when it is full or closed, and before a
+position, a record of another stream (``barrier``) or a checkpoint (``sync``) refers to it. ``always``: none.
 
-Damage (a flipped bit, a deleted segment) is an error if a named reader has yet to read the records. Damage below every
-named reader's position is skipped with a warning. So is any damage for readers that need only the newest records.
-
-A waiting reader sleeps until the kernel reports a write in the folder (``wakeup``).
+Damage is an error if a named reader has yet to read the records. Below that, and for readers that need only the newest
+records, it is skipped with a warning.
 """
 
 from pipelinerl.streams.files.appender import FilesAppender
