@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.keys import REQUIRED, declared
-from pipelinerl.config.names import explain_missing, with_one_name
+from pipelinerl.config.names import addable, explain_missing, with_one_name
 from pipelinerl.config.origin import make_importable, with_moved_paths
 from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
@@ -260,4 +260,4 @@ def compose(
 
     set_search_path(str(config_dir) if config_dir else None, own=own)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return hydra_compose(config_name, overrides=list(overrides))
+        return hydra_compose(config_name, overrides=list(map(addable, overrides)))

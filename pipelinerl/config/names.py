@@ -67,6 +67,12 @@ def with_other_names(container: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"use_deepspeed": engine in ("auto", "deepspeed"), "use_fsdp": engine == "fsdp2"}
 
 
+def addable(override: str) -> str:
+    """`use_fsdp=true` → `++use_fsdp=true`: `base` does not have the other names, and Hydra would refuse to set them."""
+    plain = override.lstrip("+")
+    return f"++{plain}" if plain.partition("=")[0] in NAMES else override
+
+
 def explain_missing(text: str) -> str:
     """What to write in an interpolation that names one of them. ``text``: OmegaConf's error. Empty: it names none."""
     found = next((name for name in NAMES if f"'{name}'" in text), None)

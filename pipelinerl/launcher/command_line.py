@@ -169,12 +169,11 @@ def with_right_plus(override: str) -> str:
     `use_fsdp=true` → `++use_fsdp=true`: `base` does not have other names of a key.
     """
     from pipelinerl.config.load import config_keys
-    from pipelinerl.config.names import NAMES
+    from pipelinerl.config.names import addable
 
     given = re.match(r"\+?(?P<key>[\w.]+)=(?P<opens>\s*\{)?", override)
     if given is None or (given["key"] not in config_keys()):
-        is_other_name = given is not None and given["key"] in NAMES
-        return "++" + override.removeprefix("+") if is_other_name else override
+        return addable(override)
     return ("+" if given["opens"] else "") + override.removeprefix("+")
 
 

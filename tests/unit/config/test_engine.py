@@ -15,10 +15,10 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
     [
         ([], 1, "ddp"),
         ([], 2, "deepspeed"),
-        (["++use_deepspeed=false"], 2, "ddp"),
-        (["++use_deepspeed=false", "++use_fsdp=true"], 2, "fsdp2"),
-        (["++use_deepspeed=false", "++use_fsdp=true"], 1, "fsdp2"),
-        (["++use_deepspeed=false", "finetune.cpu_offload=true"], 1, "ddp"),
+        (["use_deepspeed=false"], 2, "ddp"),
+        (["use_deepspeed=false", "use_fsdp=true"], 2, "fsdp2"),
+        (["use_deepspeed=false", "use_fsdp=true"], 1, "fsdp2"),
+        (["use_deepspeed=false", "finetune.cpu_offload=true"], 1, "ddp"),
         (["finetune.engine=fsdp2"], 1, "fsdp2"),
     ],
 )

@@ -15,7 +15,7 @@ REQUIRED = ["output_dir=/tmp/x", "model_path=m", "actor.rollout_policy=a.b", "da
 
 
 def base(*overrides: str) -> dict[str, Any]:
-    return to_container(compose("base", [*REQUIRED, *map(with_right_plus, overrides)]))
+    return to_container(compose("base", [*REQUIRED, *overrides]))
 
 
 def test_other_names_are_no_keys_inside() -> None:
@@ -53,6 +53,11 @@ def test_engine_is_chosen_by_pipelinerls_names_where_it_is_auto(overrides: tuple
 def test_names_that_disagree_are_refused(overrides: tuple[str, ...], facts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=says(*facts)):
         base(*overrides)
+
+
+@pytest.mark.parametrize("given", ["use_fsdp=true", "+use_fsdp=true", "++use_fsdp=true"])
+def test_command_line_adds_other_names(given: str) -> None:
+    assert with_right_plus(given) == "++use_fsdp=true"
 
 
 def test_interpolation_of_another_name_says_the_key() -> None:
