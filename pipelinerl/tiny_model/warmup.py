@@ -1,9 +1,7 @@
 """Warm-up of a tiny model on its recipe's conversations, as a run of `stage: sft` trains them.
 
-Consumes conversations, emits nothing but changed weights. The preprocessor's code renders, weighs and collates them,
-and the trainer's computes the loss. Only the loop is its own, because a run would spend longer on the start of its
-processes than this takes. Assistant tokens weigh 1, all others 0.1: predicting the question is what gives the numbers
-useful embeddings.
+The preprocessor's code renders, weighs and collates them, and the trainer's computes the loss. Only the loop is its
+own: a run would spend longer on the start of its processes than this takes.
 """
 
 import math
@@ -25,6 +23,7 @@ from pipelinerl.tiny_model.recipes import Recipe
 LEARNING_RATE = 4e-3
 RAMP_STEPS = 10
 PROMPT_WEIGHT = 0.1
+"""Of a question's token; an answer's weighs 1. Predicting the question is what gives the numbers useful embeddings."""
 
 
 def warm_up_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:

@@ -2,13 +2,8 @@
 
 Nobody knows beforehand what a check costs, so each first gets the shortest of ``SLICES_S``. One that uses up its slice
 starts again with the next longer one, and at last in the slow lane with the whole limit. A free worker takes a check
-with the shortest slice, and of these the one that has waited longest. The slow lane never takes the last of several
-workers. Two things follow for every mix of checks:
-
-- A check that needs at most the first slice waits at most for the longest slice, once, and for one first slice of each
-  check that came before it. It never waits for the slow lane if there are several workers.
-- A check costs at most 2.5 times what it would in one go, because each slice is about three times the one before.
-  Nothing of an interrupted check is kept: a stopped process would hold its memory.
+with the shortest slice, and of these the one that has waited longest. So a check that needs at most the first slice
+waits at most for the longest one, and for one first slice of each check that came before it.
 """
 
 import collections
@@ -16,7 +11,10 @@ import contextlib
 from typing import Generic, TypeVar
 
 SLICES_S = (0.003, 0.01, 0.03, 0.1)
-"""CPU seconds. 95 % of the answers in the tables of `tests/unit/domains/math_answers` need less than the first."""
+"""CPU seconds. 95 % of the answers in the tables of `tests/unit/domains/math_answers` need less than the first.
+
+Each is about three times the one before, so that a check costs at most 2.5 times what it would in one go. Nothing of an
+interrupted check is kept: a stopped process would hold its memory."""
 
 T = TypeVar("T")
 
@@ -34,6 +32,7 @@ class Lanes(Generic[T]):
         """CPU seconds that a check gets in each lane."""
         self._waiting: list[collections.deque[T]] = [collections.deque() for _ in self.limits_s]
         self._num_running = [0] * len(self.limits_s)
+        # The slow lane never takes the last of several workers: short checks do not wait for it.
         self._most_running = [workers if limit_s <= SLICES_S[-1] else max(1, workers - 1) for limit_s in self.limits_s]
 
     def __len__(self) -> int:
