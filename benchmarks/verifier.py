@@ -33,6 +33,7 @@ import aiohttp
 import psutil
 import uvicorn
 
+from pipelinerl.config.sections import VerifierSection
 from pipelinerl.domains.sandbox import Sandbox
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.domains.verifier.pool import JudgePool
@@ -49,7 +50,7 @@ BOMB_TIMEOUT_S = 1.0
 
 
 def serve(listener: socket.socket, workers: int) -> None:
-    app = create_app(workers=workers, timeout_s=5.0, memory_mb=1024, max_body_kb=1024)
+    app = create_app(VerifierSection(workers=workers, timeout_s=5.0, memory_mb=1024, max_body_kb=1024, judges=[]))
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     asyncio.run(uvicorn.Server(config).serve([listener]))
 

@@ -22,6 +22,7 @@ from pipelinerl.async_llm import (
     read_answer,
 )
 from pipelinerl.config.load import compose, validate
+from pipelinerl.config.sections import VerifierSection
 from pipelinerl.domains.dispatcher import generate_multidomain_rollout, register_domain_rollout
 from pipelinerl.domains.guessing import load_problems as load_guessing
 from pipelinerl.domains.math import (
@@ -270,7 +271,8 @@ def test_answer_is_verified(prediction: str, gold: str, status: str) -> None:
 
 @pytest.fixture(scope="module")
 def verifier() -> Any:
-    with TestClient(create_app(workers=1, timeout_s=20, memory_mb=1024, max_body_kb=64)) as client:
+    settings = VerifierSection(workers=1, timeout_s=20, memory_mb=1024, max_body_kb=64, judges=[])
+    with TestClient(create_app(settings)) as client:
         yield client
 
 

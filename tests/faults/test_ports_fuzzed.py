@@ -26,6 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipelinerl.agents import record_agent
+from pipelinerl.config.sections import VerifierSection
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.finetune.rendezvous import SealedStore
@@ -162,7 +163,9 @@ def verifier(_: Path) -> Iterator[Service]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JudgePool, "judge", counted)
-        app = create_app(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, secret=SECRET)
+        app = create_app(
+            VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[]), secret=SECRET
+        )
         with served(app) as port:
             yield Service(port, HTTP, lambda: len(judged), lambda: post(port, "/", SECRET) == 422)
 

@@ -19,7 +19,7 @@ import uvicorn
 from pipelinerl.config.environment import CA_VARIABLE
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.rules.machines import tls_files_are_complete
-from pipelinerl.config.sections import Config, WorldSection
+from pipelinerl.config.sections import Config, VerifierSection, WorldSection
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.membership.address import RedisAddress, open_store, parse_address
@@ -133,7 +133,10 @@ async def test_http_clients_trust_the_runs_authority(
     certified: tuple[tuple[str, str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
     files, env = certified
-    app = create_app(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, secret=SECRET["PIPELINERL_SECRET"])
+    app = create_app(
+        VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[]),
+        secret=SECRET["PIPELINERL_SECRET"],
+    )
     with serving(app, files) as port:
         for host in ("localhost", "127.0.0.1"):
             assert await health(port, env, host) == (200, 200)

@@ -18,6 +18,7 @@ import uvicorn
 from aiohttp import web
 from omegaconf import OmegaConf
 
+from pipelinerl.config.sections import VerifierSection
 from pipelinerl.domains.math import generate_rollout
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.domains.verifier.pool import JudgePool
@@ -35,7 +36,7 @@ CORRECT = {"kind": "math", "prediction": "\\boxed{\\frac{1}{2}}", "gold": "0.5"}
 def serving(**settings: Any) -> Iterator[str]:
     """A verifier in a thread of this process; yields its URL."""
     defaults = {"workers": 2, "timeout_s": 5.0, "memory_mb": 800, "max_body_kb": 64, "judges": [OWN_JUDGE]}
-    app = create_app(**(defaults | settings))
+    app = create_app(VerifierSection(**(defaults | settings)))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))

@@ -22,16 +22,8 @@ POLL_S = 0.2
 
 def main(context: RoleContext) -> None:
     """Serves on the job's port. A world on loopback listens only there, any other world requires the run's secret."""
-    section = context.cfg.verifier
     closed = not context.world.is_open
-    app = create_app(
-        workers=section.workers,
-        timeout_s=section.timeout_s,
-        memory_mb=section.memory_mb,
-        max_body_kb=section.max_body_kb,
-        judges=section.judges,
-        secret=None if closed else os.environ[SECRET_VARIABLE],
-    )
+    app = create_app(context.cfg.verifier, secret=None if closed else os.environ[SECRET_VARIABLE])
     assert context.job.port is not None, "the world map gives every verifier a port"
     tls = server_files(context.cfg.world, context.job.hostname)
     config = uvicorn.Config(

@@ -7,13 +7,14 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from pipelinerl.config.sections import VerifierSection
 from pipelinerl.domains.verifier.judges import JUDGES, refusal
 from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, MathAnswer, Verdict
@@ -87,18 +88,13 @@ async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
     return verdict.status
 
 
-def create_app(
-    *,
-    workers: int,
-    timeout_s: float,
-    memory_mb: int,
-    max_body_kb: int,
-    judges: Sequence[str] = (),
-    secret: str | None = None,
-) -> FastAPI:
+def create_app(settings: VerifierSection, *, secret: str | None = None) -> FastAPI:
     """Makes the application, with a ``JudgePool`` that runs while it serves. Checks need ``secret`` as bearer token."""
-    pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, judges=judges)
-    bounded = BoundedBody(max_body_kb * 1024)
+    pool = JudgePool(
+        workers=settings.workers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, judges=settings.judges
+    )
+    bounded = BoundedBody(settings.max_body_kb * 1024)
+    kinds = (*JUDGES, *settings.judges)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -114,7 +110,7 @@ def create_app(
 
     async def judge_all(checks: list[Check]) -> list[Verdict]:
         for check in checks:
-            if said := refusal(check.kind, (*JUDGES, *judges)):
+            if said := refusal(check.kind, kinds):
                 raise HTTPException(422, said)
         return await asyncio.gather(*map(pool.judge, checks))
 

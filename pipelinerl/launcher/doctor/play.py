@@ -56,11 +56,7 @@ def verifier(cfg: Config) -> Iterator[list[dict[str, Any]]]:
     if not cfg.world.verifier_replicas:
         yield []
         return
-    section = cfg.verifier
-    app = create_app(
-        workers=section.workers, timeout_s=section.timeout_s, memory_mb=section.memory_mb,
-        max_body_kb=section.max_body_kb,
-    )  # fmt: skip
+    app = create_app(cfg.verifier)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],), name="verifier", daemon=True)
