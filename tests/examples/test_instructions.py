@@ -1,6 +1,7 @@
 import json
 
 import aiohttp
+import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -8,8 +9,10 @@ from omegaconf import OmegaConf
 
 from examples.instructions.domain import generate_rollout, load_problems
 from examples.instructions.judge import judge
+from pipelinerl.config.load import compose, parse
 from pipelinerl.domains.verifier_client import IN_PROCESS, client_of
 from pipelinerl.errors import DomainError, VerifierError
+from pipelinerl.launcher.doctor.play import verifier
 from pipelinerl.testing import run_rollout
 from tests.says import says
 
@@ -113,3 +116,11 @@ async def test_verifier_asks_the_judge_of_its_dotted_name_once_the_configuration
         unlisted = client_of(OmegaConf.create({"jobs": [job], "verifier": {"judges": []}}))
         with pytest.raises(VerifierError, match=r"name your judge in `verifier\.judges`"):
             await unlisted.check(session, own, "one two", [{"check": "no_commas"}])
+
+
+def test_verifier_of_the_doctor_has_the_judges_of_the_configuration() -> None:
+    own = "examples.instructions.judge.judge"
+    listed = ["world.verifier_replicas=1", "verifier.workers=1", f"verifier.judges=[{own}]"]
+    with verifier(parse(compose("instructions", listed))) as (job, _):
+        check = {"kind": own, "prediction": "one two", "gold": [{"check": "no_commas"}]}
+        assert httpx.post(job["url"], json=check, timeout=60).json()["status"] == "correct"

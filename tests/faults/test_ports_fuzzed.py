@@ -163,9 +163,8 @@ def verifier(_: Path) -> Iterator[Service]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JudgePool, "judge", counted)
-        app = create_app(
-            VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[]), secret=SECRET
-        )
+        settings = VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[])
+        app = create_app(settings, secret=SECRET)
         with served(app) as port:
             yield Service(port, HTTP, lambda: len(judged), lambda: post(port, "/", SECRET) == 422)
 

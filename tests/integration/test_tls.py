@@ -133,10 +133,8 @@ async def test_http_clients_trust_the_runs_authority(
     certified: tuple[tuple[str, str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
     files, env = certified
-    app = create_app(
-        VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[]),
-        secret=SECRET["PIPELINERL_SECRET"],
-    )
+    settings = VerifierSection(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, judges=[])
+    app = create_app(settings, secret=SECRET["PIPELINERL_SECRET"])
     with serving(app, files) as port:
         for host in ("localhost", "127.0.0.1"):
             assert await health(port, env, host) == (200, 200)
