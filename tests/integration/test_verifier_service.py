@@ -33,10 +33,10 @@ CORRECT = {"kind": "math", "prediction": "\\boxed{\\frac{1}{2}}", "gold": "0.5"}
 
 
 @contextlib.contextmanager
-def serving(**settings: Any) -> Iterator[str]:
+def serving(*, secret: str | None = None, **settings: Any) -> Iterator[str]:
     """A verifier in a thread of this process; yields its URL."""
     defaults = {"workers": 2, "timeout_s": 5.0, "memory_mb": 800, "max_body_kb": 64, "judges": [OWN_JUDGE]}
-    app = create_app(VerifierSection(**(defaults | settings)))
+    app = create_app(VerifierSection(**(defaults | settings)), secret=secret)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
