@@ -98,9 +98,12 @@ def other_weights(run: Evidence) -> Iterable[Finding]:
     if seen := beyond(steps, largest, FRESH_LOG_RATIO, typical=statistics.median):
         text = (
             f"tokens that the present weights sampled differ by up to {seen.now:.2g} nats from the trainer's "
-            "log-probabilities: a server samples from other weights than it says"
+            "log-probabilities: a server samples from other weights than it says, or computes them in another way"
         )
-        fix = "Keep weights.probe on, restart the servers; if it stays, compare dtype and fp32_lm_head of both ends"
+        fix = (
+            "Keep weights.probe on, restart the servers; if it stays, compare dtype and fp32_lm_head of both ends, and "
+            "lower vllm_config.vllm_kwargs.max_model_len below the model's original_max_position_embeddings"
+        )
         yield Finding(Level.DELIVERY, "stale server", text, fix, STATUS, step=seen.since)
 
 
