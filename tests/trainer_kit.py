@@ -23,7 +23,7 @@ from pipelinerl.records import WeightUpdateSuccess
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.announcements import PushStats
 from pipelinerl.weights.publish.versions import SnapshotPlan
-from pipelinerl.weights.verify.probe import Continuation, ProbeText
+from pipelinerl.weights.verify.probe import ProbeText
 from pipelinerl.world import Job
 
 SERVER = "actor_llm_0"
@@ -74,9 +74,6 @@ class FakeSender:
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText:
         tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
         return ProbeText(token_ids=tokens.astype(np.int32))
-
-    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
-        return None
 
     def check_with(self, text: ProbeText) -> None:
         self.text = text

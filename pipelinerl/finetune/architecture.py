@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,18 @@ class Architecture:
     attention: str
     """Name of the implementation in transformers."""
     logit_map: LogitMap
-    crossed: tuple[Threshold, ...] = field(default=(), compare=False)
-    """Thresholds that documents of the run can cross, in ascending order of their values."""
 
 
-def examine(
-    source: str | Path,
+def examine(source: str | Path, *, trust_remote_code: bool = False, **settings: Any) -> Architecture:
+    """As ``examine_config``, with the images of the model at ``source``, a folder or a name in the local cache."""
+    config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    return examine_config(config, source=str(source), trust_remote_code=trust_remote_code, **settings)
+
+
+def examine_config(
+    config: Any,
     *,
+    source: str | None = None,
     attention: str = "auto",
     packing: bool = True,
     seq_parallel: int = 1,
@@ -66,10 +71,11 @@ def examine(
     has_reference: bool = False,
     divides_experts: bool = False,
 ) -> Architecture:
-    """Find how the trainer computes the model at ``source``.
+    """Find how the trainer computes a model.
 
     Args:
-        source: a model folder or a name in the local cache.
+        config: of transformers.
+        source: folder or name of the model, to try its images. None: they are not tried.
         attention: `finetune.attn_implementation`.
         packing: `finetune.seq_packing`.
         seq_parallel: `finetune.seq_parallel`.
@@ -80,44 +86,6 @@ def examine(
     Raises:
         ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
     """
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    found = examine_config(
-        config,
-        attention=attention,
-        packing=packing,
-        seq_parallel=seq_parallel,
-        trust_remote_code=trust_remote_code,
-        longest=longest,
-        has_reference=has_reference,
-    )
-    fix_longrope(config, longest)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        lm = small_copy(config, trust_remote_code, longest).lm
-    if divides_experts:
-        expert_modules(lm)
-    if takes_images(lm):
-        if seq_parallel > 1:
-            raise ConfigError(
-                f"finetune.seq_parallel is {seq_parallel}: {type(lm).__name__} takes images, which ranks cannot share; "
-                "set it to 1"
-            )
-        reader = ImageReader(lm, str(source), trust_remote_code)
-        check_images(lm, reader, found.attention, found.logit_map, packing=packing, allowed=MAX_ERROR)
-    return found
-
-
-def examine_config(
-    config: Any,
-    *,
-    attention: str = "auto",
-    packing: bool = True,
-    seq_parallel: int = 1,
-    trust_remote_code: bool = False,
-    longest: int | None = None,
-    has_reference: bool = False,
-) -> Architecture:
-    """As ``examine``, for a transformers configuration that is already loaded."""
     register_attention(PACKED, packed_attention)
     config = copy.deepcopy(config)
     fix_longrope(config, longest, has_reference=has_reference)
@@ -128,6 +96,7 @@ def examine_config(
             return Comparison(small_copy(config, trust_remote_code, longest))
 
     comparison = compare(longest)
+    lm = comparison.lm
     if seq_parallel > 1:
         names: tuple[str, ...] = (PACKED,)
     else:
@@ -135,11 +104,21 @@ def examine_config(
     found = comparison.choose(names, packing, seq_parallel > 1, compare)
     log.info(
         "event=model_compared model=%s attention=%s %s crossed=%s",
-        type(comparison.lm).__name__,
+        type(lm).__name__,
         found.attention,
         found.logit_map,
-        ",".join(f"{threshold.name}:{threshold.value}" for threshold in found.crossed) or None,
+        ",".join(f"{threshold.name}:{threshold.value}" for threshold in comparison.crossed) or None,
     )
+    if divides_experts:
+        expert_modules(lm)
+    if source is not None and takes_images(lm):
+        if seq_parallel > 1:
+            raise ConfigError(
+                f"finetune.seq_parallel is {seq_parallel}: {type(lm).__name__} takes images, which ranks cannot share; "
+                "set it to 1"
+            )
+        reader = ImageReader(lm, source, trust_remote_code)
+        check_images(lm, reader, found.attention, found.logit_map, packing=packing, allowed=MAX_ERROR)
     return found
 
 
@@ -187,7 +166,7 @@ class Comparison:
         raise ConfigError(self._refusal(errors, packing, sharing, shorter))
 
     def _accepted(self, attention: str) -> Architecture:
-        return Architecture(attention=attention, logit_map=self.logit_map, crossed=self.crossed)
+        return Architecture(attention=attention, logit_map=self.logit_map)
 
     def packed_error(self, attention: str) -> float | str:
         """Largest difference of log-probs, in nats, when all documents share one row, or the error that it raised."""

@@ -94,7 +94,6 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         logit_map=found.logit_map,
         routing=RouterReplay(decoder_layers(lm)) if finetune.router_replay else None,
         images=ImageReader(lm, cfg.model_path, cfg.trust_remote_code) if takes_images(lm) else None,
-        crossed=found.crossed,
     )
     read_value_head(policy, Path(cfg.model_path))
     engine = build_engine(name, policy, cfg, device)

@@ -37,7 +37,6 @@ from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, hea
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
 from pipelinerl.finetune.router_replay import RouterReplay
-from pipelinerl.finetune.thresholds import Threshold
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,6 @@ class Policy(nn.Module):
         logit_map: LogitMap | None = None,
         routing: RouterReplay | None = None,
         images: ImageReader | None = None,
-        crossed: tuple[Threshold, ...] = (),
     ):
         """Replace the head of ``lm``, and add a value head if needed.
 
@@ -98,7 +96,6 @@ class Policy(nn.Module):
             logit_map: how the model changes its head's products, as ``architecture`` measures it.
             routing: replays the servers' choice of experts. None: the model chooses.
             images: makes the vision tower's inputs. None: every batch is text.
-            crossed: lengths at which the model's computation may change and which documents of the run exceed.
         """
         super().__init__()
         head = lm.get_output_embeddings()
@@ -108,7 +105,7 @@ class Policy(nn.Module):
         self.names = CheckpointNames(lm)
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
-        self.routing, self.images, self.crossed = routing, images, crossed
+        self.routing, self.images = routing, images
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(

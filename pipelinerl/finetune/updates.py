@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len, probe_tolerance, sends_adapter
-from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.config.servers import max_model_len, sends_adapter
+from pipelinerl.errors import DeadlineError
 from pipelinerl.finetune.adapter import adapter_parameters, adapter_specs
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import exported_parameters, exported_specs
@@ -31,16 +31,7 @@ from pipelinerl.records import EvaluationDone, EvaluationStarted
 from pipelinerl.weights.protocol import ParamSpec
 from pipelinerl.weights.publish.announcements import Announcement, PushStats
 from pipelinerl.weights.publish.versions import SnapshotPlan
-from pipelinerl.weights.verify.calibration import check_lengths
-from pipelinerl.weights.verify.probe import (
-    COMPLETION,
-    MAX_LENGTH,
-    SHORT_PROMPT,
-    Continuation,
-    ProbeText,
-    prompt_lengths,
-    text_shape,
-)
+from pipelinerl.weights.verify.probe import MAX_LENGTH, ProbeText, text_shape
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +91,6 @@ class Sender(Protocol):
     def check(self) -> None: ...
     def plan(self) -> SnapshotPlan: ...
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
-    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None: ...
     def check_with(self, text: ProbeText) -> None: ...
     @property
     def num_answering(self) -> int: ...
@@ -235,43 +225,12 @@ class WeightUpdates:
         if text is None:
             return
         if loaded is None and version == 0:
-            self._compare_lengths(text)
             text = text.with_scores(score_text(self._engine, text))
         if self._sender is not None:
             if loaded is None:
                 text.save(self._run_dir)
             self._sender.check_with(text)
         self._text = text
-
-    def _compare_lengths(self, text: ProbeText) -> None:
-        """Compare how a server and the trainer compute the model's file beyond its thresholds. Collective.
-
-        Raises:
-            ConfigError: they differ there.
-        """
-        longest = max_model_len(self._cfg) or self._cfg.finetune.seq_length
-        crossed = [t for t in self._engine.policy.crossed if t.value < longest]
-        lengths = prompt_lengths([t.value for t in crossed], longest)
-        if lengths is None:
-            return
-        found = None if self._sender is None else self._sender.continue_text(text, lengths, self._cfg.seed)
-        found = self._engine.broadcast_object(found)
-        if found is None:
-            return
-        pairs = []
-        for continuation in found:
-            scored = score_text(self._engine, ProbeText(token_ids=continuation.token_ids[None]))
-            pairs.append((continuation.logprobs, scored[-len(continuation.logprobs) :]))
-        verdict = check_lengths(pairs[0], pairs[1], probe_tolerance(self._cfg))
-        log.info("event=lengths_compared prompts=%s verdict=%s", lengths, verdict)
-        if verdict is not None and verdict.fault:
-            names = ", ".join(f"{t.name}={t.value}" for t in crossed if t.value >= SHORT_PROMPT + COMPLETION)
-            raise ConfigError(
-                f"model_path: a server computes a document of {lengths[1] + COMPLETION} tokens in another way than the "
-                f"trainer: their log-probs differ by {verdict.difference:.2g} nats there, {verdict.limit:.2g} are "
-                f"allowed, while they agree at its beginning; such a document is longer than {names}: set "
-                "vllm_config.vllm_kwargs.max_model_len to the smallest of them, or raise it from there step by step"
-            )
 
     def after_step(self, step: int, has_data: Callable[[], bool]) -> float:
         """Send version ``step`` if an update is due and allowed. Returns the seconds in which training stood still.

@@ -13,7 +13,7 @@ from pipelinerl.membership.role import RoleContext
 from pipelinerl.weights.protocol import ParamSpec
 from pipelinerl.weights.publish.announcements import PushStats
 from pipelinerl.weights.publish.versions import SnapshotPlan
-from pipelinerl.weights.verify.probe import Continuation, ProbeText
+from pipelinerl.weights.verify.probe import ProbeText
 
 
 class NoServers:
@@ -44,9 +44,6 @@ class NoServers:
     ) -> None: ...
 
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
-        return None
-
-    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
         return None
 
     def check_with(self, text: ProbeText) -> None: ...

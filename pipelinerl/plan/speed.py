@@ -24,6 +24,7 @@ from pipelinerl.world.map import WorldMap
 DECODE_BANDWIDTH_EFFICIENCY = 0.6
 DECODE_COMPUTE_EFFICIENCY = 0.4
 TRAIN_COMPUTE_EFFICIENCY = 0.35
+"""Shares of the data sheet's figures. Assumed: good enough for a first split, until rates are measured."""
 TRAINED_FLOPS, DECODED_FLOPS = 6, 2
 """Operations per parameter and token that count as useful: without attention and recomputed activations."""
 MEAN_SHARE = 0.3

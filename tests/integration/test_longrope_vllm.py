@@ -10,9 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.finetune.longrope import fix_longrope
-from pipelinerl.weights.verify.calibration import check_lengths
-from pipelinerl.weights.verify.probe import prompt_lengths
-from tests.sender_kit import Senders
 from tests.served import largest_error, sample
 
 TOLERANCE = 1e-4
@@ -68,33 +65,3 @@ def test_log_probabilities_are_the_trainer_s_below_across_and_beyond_the_limit(s
             others.append(largest_error(served.unfixed, prompt, completion))
     is_long = served.max_model_len > ORIGINAL
     assert (max(others) > 0.01) == is_long
-
-
-def test_start_compares_completions_on_both_sides_of_the_limit(served: Served) -> None:
-    lengths = prompt_lengths([ORIGINAL] if served.max_model_len > ORIGINAL else [], served.max_model_len)
-    if lengths is None:
-        assert served.max_model_len == ORIGINAL
-        return
-    senders = Senders(served.server, timeout_s=60, secret=served.server.secret, probe_tolerance=0.2)
-    try:
-        text = senders.sender.sample_text((2, 200), 250, 0, timeout_s=60.0)
-        assert text is not None
-        found = senders.sender.continue_text(text, lengths, seed=3)
-        assert found is not None
-        assert [len(x.token_ids) for x in found] == [16 + 64, ORIGINAL - 8 + 64]
-        pairs = [(x.logprobs, scores(served.lm, x.token_ids)) for x in found]
-        verdict = check_lengths(pairs[0], pairs[1], 0.2)
-        assert verdict is not None
-        assert verdict.fault == ""
-        moved = check_lengths(pairs[0], (found[1].logprobs, pairs[1][1] + 0.01), 0.2)
-        assert moved is not None
-        assert moved.fault
-    finally:
-        senders.sender.close()
-
-
-@torch.no_grad()
-def scores(lm: Any, token_ids: Any) -> Any:
-    ids = torch.from_numpy(token_ids).long()[None]
-    logprobs = lm(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return logprobs[-64:].numpy()

@@ -14,6 +14,7 @@ from pipelinerl.finetune.architecture import examine_config
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.longrope import fix_longrope, restore_longrope
 from pipelinerl.finetune.model import Policy, Tokens
+from pipelinerl.finetune.small_copy import small_copy
 from pipelinerl.world.process import process_restored
 from tests.says import says
 
@@ -150,9 +151,11 @@ def test_reference_servers_that_would_take_the_long_factors_are_refused() -> Non
 
 @pytest.mark.parametrize("max_model_len", [16, ORIGINAL, ORIGINAL + 1, LONGEST])
 def test_start_accepts_longrope_at_every_length(max_model_len: int) -> None:
-    found = examine_config(make_config(), longest=max_model_len)
-    assert found.attention == PACKED
-    crossed = {threshold.name for threshold in found.crossed}
+    config = make_config()
+    assert examine_config(config, longest=max_model_len).attention == PACKED
+    fix_longrope(config, max_model_len)
+    copied = small_copy(config, longest=max_model_len)
+    crossed = {threshold.name for threshold in copied.thresholds if threshold.is_crossed}
     assert ("original_max_position_embeddings" in crossed) == (max_model_len > ORIGINAL)
 
 

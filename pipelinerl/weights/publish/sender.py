@@ -35,7 +35,7 @@ from pipelinerl.weights.publish.supervision import Supervision
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan
 from pipelinerl.weights.verify.calibration import LogprobVerdict
 from pipelinerl.weights.verify.checker import Expected, Miss, WeightChecker
-from pipelinerl.weights.verify.probe import Continuation, ProbeText
+from pipelinerl.weights.verify.probe import ProbeText
 from pipelinerl.world import Job
 
 SAMPLE_POLL_S = 0.05
@@ -149,11 +149,6 @@ class WeightSender:
                 break
             time.sleep(SAMPLE_POLL_S)
         return text
-
-    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
-        """Has a server with the model's file continue prompts of these lengths. None if none answers."""
-        assert self._checker is not None, "servers are not probed"
-        return self._checker.continue_text(text, lengths, seed)
 
     def check_with(self, text: ProbeText) -> None:
         """Starts calibrating servers on this text. A calibrated server counts as up."""

@@ -19,8 +19,6 @@ CLIP = 8.0
 """Differences are clipped at this many noise deviations, so that a few outliers of healthy kernels do not decide."""
 LIMIT = 3.0
 """Largest allowed statistic, in noise deviations. Healthy servers have √2, from the noise of two versions."""
-FAR_LIMIT = 10.0
-"""Largest deviation far into a document, in deviations at its beginning. Both are of few tokens, so it is generous."""
 POWER = 12.0
 """Minimum distance between an applied and a missed update, in deviations of the comparison, for a decision."""
 NOISE_FLOOR = 2e-4
@@ -87,26 +85,6 @@ def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tupl
     return Baseline(
         offset=offset, calibrated=noise, noise=noise, tolerance=tolerance, server=server, trainer=trainer
     ), verdict
-
-
-def check_lengths(
-    near: tuple[np.ndarray, np.ndarray], far: tuple[np.ndarray, np.ndarray], tolerance: float
-) -> LogprobVerdict | None:
-    """Compares how server and trainer compute long documents, while both hold the same file.
-
-    Args:
-        near, far: (server's, trainer's) log-probabilities of tokens at the beginning of a document, and far into one.
-        tolerance: as in ``calibrate``.
-    Returns:
-        None: they differ at the beginning already, so their weights are not the same and nothing can be decided.
-    """
-    beginning = calibrate(*near, tolerance)
-    if beginning[1].fault:
-        return None
-    _, verdict = calibrate(*far, tolerance)
-    limit = FAR_LIMIT * beginning[0].noise
-    fault = "" if verdict.difference <= limit else "its log-probabilities of long documents are not the trainer's"
-    return LogprobVerdict(fault=fault, difference=verdict.difference, limit=limit)
 
 
 def check_version(

@@ -28,22 +28,8 @@ import numpy as np
 
 from pipelinerl.errors import TransportError, WeightUpdateError
 from pipelinerl.weights.verify.calibration import Baseline, LogprobVerdict, calibrate, check_version
-from pipelinerl.weights.verify.probe import (
-    COMPLETION,
-    FIRST_TIMEOUT_S,
-    Continuation,
-    ProbeClient,
-    ProbeText,
-    first_tokens,
-)
-from pipelinerl.weights.verify.scores import (
-    continue_request,
-    read_continuation,
-    read_scores,
-    read_version,
-    sample_request,
-    score_request,
-)
+from pipelinerl.weights.verify.probe import FIRST_TIMEOUT_S, ProbeClient, ProbeText, first_tokens
+from pipelinerl.weights.verify.scores import read_scores, read_version, sample_request, score_request
 from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)
@@ -191,18 +177,6 @@ class WeightChecker:
             return None
         self._sampling = None
         return text
-
-    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
-        """Has the first server that answers from the model's file continue prompts of these lengths. None: none does.
-
-        Prompts are the probe's text, repeated.
-        """
-        for name in sorted(self._answering):
-            try:
-                return [self._continue(self._states[name], np.resize(text.token_ids, n), seed) for n in lengths]
-            except Exception as error:  # noqa: BLE001 — whatever the server made of its answer: the next one is asked
-                log.warning("event=probe_not_continued server=%s error=%r", name, error)
-        return None
 
     def begin(self, text: ProbeText) -> None:
         """Starts calibrating and admitting servers with this text."""
@@ -447,13 +421,6 @@ class WeightChecker:
             except Exception as error:  # noqa: BLE001 — the thread's boundary: the next server is asked
                 log.warning("event=probe_not_sampled server=%s error=%r", name, error)
         return None
-
-    def _continue(self, state: CheckState, prompt: np.ndarray, seed: int) -> Continuation:
-        body = state.server.score(continue_request(prompt, COMPLETION, seed), FIRST_TIMEOUT_S)
-        if (label := read_version(body)) != FROM_FILE:
-            raise TransportError(f"it has the weights {label!r}, not those of the model's file")
-        sampled, logprobs = read_continuation(body)
-        return Continuation(token_ids=np.concatenate([prompt, sampled]).astype(np.int32), logprobs=logprobs)
 
     def _sample(self, state: CheckState, firsts: Sequence[int], count: int, seed: int) -> list[list[int]]:
         """Samples ``count`` tokens after each first one, all at once: nobody else uses the server yet."""

@@ -5,7 +5,6 @@ tokens are likely tokens, whose log-probabilities differ least between healthy k
 version 0 are stored in the run folder, so that a late or restarted server can be calibrated before its first update.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +21,6 @@ from pipelinerl.world.proxies import own_client
 
 NUM_TOKENS = 1024
 MAX_LENGTH = 256
-COMPLETION, SHORT_PROMPT, BEFORE = 64, 16, 8
-"""Tokens of the completions that are compared at the start, of the short prompt, and of the long one's completion that
-are not beyond the threshold yet."""
 FIRST_TIMEOUT_S = 1800.0
 """For an answer of a server that has none of the trainer's weights yet. It computes a whole text, perhaps with more
 roles than cores on its machine. A server that hangs is ended by its launcher."""
@@ -64,35 +60,10 @@ class ProbeText:
             return cls(token_ids=arrays["token_ids"], logprobs=arrays.get("logprobs"))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Continuation:
-    """Tokens that a server sampled after a prompt from the probe's text."""
-
-    token_ids: np.ndarray
-    """int32 [N]: prompt and completion."""
-    logprobs: np.ndarray
-    """float32 [C]: the server's log-probabilities of the completion, which are the last tokens."""
-
-
 def text_shape(max_model_len: int) -> tuple[int, int]:
     """Returns (sequences, tokens of each) for servers with ``max_model_len``. Scoring asks for one more token."""
     length = max(2, min(MAX_LENGTH, max_model_len - 1))
     return -(-NUM_TOKENS // length), length
-
-
-def prompt_lengths(thresholds: Sequence[int], max_model_len: int) -> tuple[int, int] | None:
-    """Returns the lengths of two prompts: one whose completion of `COMPLETION` tokens is far below all thresholds of
-    the model, and one whose completion crosses the last threshold.
-
-    Args:
-        thresholds: lengths at which the model's computation changes, below ``max_model_len``.
-    Returns:
-        None: the probe's own text crosses all of them.
-    """
-    last = max(thresholds, default=0)
-    if last < text_shape(max_model_len)[1] or last < 2 * COMPLETION:
-        return None
-    return SHORT_PROMPT, min(last - BEFORE, max_model_len - 1 - COMPLETION)
 
 
 def first_tokens(vocab_size: int, count: int, seed: int) -> list[int]:

@@ -41,20 +41,6 @@ class _Labels(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Content(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _SampledChoice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Content
-
-
-class _Sampled(msgspec.Struct):
-    choices: list[_SampledChoice]
-
-
-_sampled = msgspec.json.Decoder(_Sampled)
 _labels, _scores = msgspec.json.Decoder(_Labels), msgspec.json.Decoder(_Scores)  # made once, as in `probe_client`
 
 
@@ -70,22 +56,6 @@ def sample_request(first: int, count: int, seed: int) -> dict[str, Any]:
     """Returns the request body for sampling ``count`` tokens after ``first``, from the model's whole distribution."""
     sampling = {"max_tokens": count, "temperature": 1.0, "seed": seed, "ignore_eos": True, "detokenize": False}
     return {"token_ids": [first], "sampling_params": sampling}
-
-
-def continue_request(prompt: np.ndarray, count: int, seed: int) -> dict[str, Any]:
-    """Returns the request body for sampling ``count`` tokens after ``prompt`` with their log-probabilities."""
-    sampling = {"max_tokens": count, "temperature": 1.0, "seed": seed, "ignore_eos": True, "detokenize": False}
-    return {"token_ids": prompt.tolist(), "sampling_params": sampling | {"logprobs": 0}}
-
-
-def read_continuation(body: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (int32 [C] tokens, float32 [C] their log-probabilities) from the answer to ``continue_request``."""
-    try:
-        (choice,) = _sampled.decode(body).choices
-    except (msgspec.DecodeError, ValueError) as error:
-        raise TransportError(f"not an answer with sampled tokens and log-probabilities: {error}") from error
-    values = np.array([token.logprob for token in choice.logprobs.content], dtype=np.float32)
-    return np.array(choice.token_ids, dtype=np.int32), values
 
 
 def read_version(body: bytes) -> str:

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.errors import DeadlineError
 from pipelinerl.finetune import updates
 from pipelinerl.finetune.model import Policy
-from pipelinerl.finetune.thresholds import Threshold
 from pipelinerl.finetune.updates import EvaluationLease, WeightUpdates, is_push_due
 from pipelinerl.records import EvaluationDone, EvaluationStarted
-from pipelinerl.weights.verify.probe import Continuation, ProbeText
+from pipelinerl.weights.verify.probe import ProbeText
 from tests.models import make_qwen2
 from tests.trainer_kit import FakeSender
 
@@ -217,35 +216,3 @@ def test_ranks_meet_at_each_look_at_the_servers_so_that_no_collective_waits_for_
     harness.updates.start(0, num_servers=1, resumed=False)
     assert len(met) == 4 + 7
     assert met == sorted(set(met)), "two looks without a meeting between them"
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_server_that_computes_long_documents_in_another_way_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, is_wrong: bool
-) -> None:
-    """The trainer gives every token −1, the server −1.5 beyond the rope limit of 4,096."""
-    asked: list[Any] = []
-
-    def continue_text(text: ProbeText, lengths: Any, seed: int) -> list[Continuation]:
-        asked.append(lengths)
-        far = -1.5 if is_wrong else -1.0
-        return [
-            Continuation(token_ids=np.zeros(length + 64, dtype=np.int32), logprobs=np.full(64, value, np.float32))
-            for length, value in zip(lengths, (-1.0, far), strict=True)
-        ]
-
-    monkeypatch.setattr(updates, "score_text", lambda _, text: np.full(text.token_ids.size - 1, -1.0, np.float32))
-    harness = Harness()
-    monkeypatch.setattr(harness.sender, "continue_text", continue_text)
-    crossed = [("sliding_window", 128), ("original_max_position_embeddings", 4096), ("max_position_embeddings", 10_000)]
-    thresholds = tuple(Threshold(name=n, value=v, lowered=4, is_crossed=True) for n, v in crossed)
-    monkeypatch.setattr(harness.updates._engine.policy, "crossed", thresholds)
-    text = ProbeText(token_ids=np.zeros((4, 256), dtype=np.int32))
-    if is_wrong:
-        with pytest.raises(
-            ConfigError, match=r"of 4152 tokens .*by 0.5 nats .*, original_max_position_embeddings=4096: "
-        ):
-            harness.updates._compare_lengths(text)
-    else:
-        harness.updates._compare_lengths(text)
-    assert asked == [(16, 4088)]

@@ -12,6 +12,7 @@ from pipelinerl.plan.speed import (
     Gpu,
     assumed_lengths,
     assumed_rates,
+    decode_rate,
     measured_rates,
     server_speed,
     trainer_speed,
@@ -53,6 +54,13 @@ def test_roofline_by_hand():
     # forward, backward (twice), recomputed: 2 per parameter, and 2 × 2 × 2 for each of 4 heads and 7.5 keys
     assert rates.train == pytest.approx(0.35 * 1e6 / (4 * (2 * parameters + 4 * 8 * 7.5)))
     assert rates.source == "assumed"
+
+
+def test_large_batches_of_short_sequences_are_limited_by_operations():
+    """1,000 sequences of 10 tokens read little: each needs 2 operations per parameter at .4 of the peak."""
+    shape, gpu = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], GPUS["H100"]
+    rate = decode_rate(shape, gpu, 1000, context=10, ranks=1)
+    assert float(rate) == pytest.approx(0.4 * gpu.flops / (2 * shape.active_parameters))
 
 
 def test_planner_and_dry_run_predict_the_same_rates():

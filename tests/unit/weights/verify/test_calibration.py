@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from pipelinerl.weights.verify.calibration import (
-    FAR_LIMIT,
     LIMIT,
     NOISE_FLOOR,
     Baseline,
     calibrate,
-    check_lengths,
     check_version,
     statistic,
 )
@@ -148,26 +146,3 @@ def test_a_fault_leaves_the_baseline_as_it_was_and_says_both_figures() -> None:
     assert "not those of the weights" in verdict.fault
     assert verdict.limit == pytest.approx(LIMIT * baseline.noise)
     assert verdict.difference > verdict.limit
-
-
-def test_long_documents_are_judged_by_the_noise_at_their_beginning() -> None:
-    trainer = np.full(64, -1.0)
-    near = (trainer + np.array([0.01, -0.01] * 32), trainer)
-    far = (trainer + np.array([0.09, -0.09] * 32), trainer)
-    healthy = check_lengths(near, far, tolerance=0.2)
-    assert healthy is not None
-    assert (healthy.fault, healthy.difference, healthy.limit) == ("", pytest.approx(0.09), pytest.approx(0.1))
-    wrong = check_lengths(near, (trainer + np.array([0.11, -0.11] * 32), trainer), tolerance=0.2)
-    assert wrong is not None
-    assert "long documents" in wrong.fault
-    exact = check_lengths((trainer, trainer), (trainer - 3e-3, trainer), tolerance=0.2)
-    assert exact is not None
-    assert (exact.limit, bool(exact.fault)) == (pytest.approx(FAR_LIMIT * NOISE_FLOOR), True)
-    broken = check_lengths((trainer, trainer), (np.full(64, np.nan), trainer), tolerance=0.2)
-    assert broken is not None
-    assert broken.fault
-
-
-def test_server_with_other_weights_says_nothing_about_long_documents() -> None:
-    trainer = np.full(64, -1.0)
-    assert check_lengths((trainer - 1.0, trainer), (trainer - 3.0, trainer), tolerance=0.2) is None

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import TransportError
-from pipelinerl.weights.verify.probe import ProbeText, first_tokens, prompt_lengths, text_shape
+from pipelinerl.weights.verify.probe import ProbeText, first_tokens, text_shape
 from pipelinerl.weights.verify.scores import (
-    continue_request,
-    read_continuation,
     read_scores,
     read_version,
     score_request,
@@ -85,33 +83,3 @@ def test_score_request_asks_for_the_given_tokens_only() -> None:
         "token_ids": [1, 2],
         "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
     }
-
-
-@pytest.mark.parametrize(
-    ("thresholds", "max_model_len", "lengths"),
-    [
-        pytest.param([], 10_000, None, id="none"),
-        pytest.param([128, 200], 10_000, None, id="the text crosses them"),
-        pytest.param([128, 4096], 10_000, (16, 4088), id="eight tokens before the last one"),
-        pytest.param([4096], 4097, (16, 4032), id="room for the completion"),
-        pytest.param([30], 31, None, id="servers of few tokens"),
-    ],
-)
-def test_prompts_end_before_the_last_threshold(
-    thresholds: list[int], max_model_len: int, lengths: tuple[int, int] | None
-) -> None:
-    assert prompt_lengths(thresholds, max_model_len) == lengths
-
-
-def test_completion_is_read_with_its_log_probabilities() -> None:
-    request = continue_request(np.arange(3, dtype=np.int32), 2, seed=5)
-    assert request["token_ids"] == [0, 1, 2]
-    asked = {key: request["sampling_params"][key] for key in ("max_tokens", "temperature", "seed", "logprobs")}
-    assert asked == {"max_tokens": 2, "temperature": 1.0, "seed": 5, "logprobs": 0}
-    content = [{"token_id": 7, "logprob": -0.5, "rank": 1}, {"token_id": 9, "logprob": -2.0}]
-    body = msgspec.json.encode({"choices": [{"token_ids": [7, 9], "logprobs": {"content": content}}]})
-    tokens, logprobs = read_continuation(body)
-    assert (tokens.tolist(), logprobs.tolist()) == ([7, 9], [-0.5, -2.0])
-    for wrong in (b"{}", msgspec.json.encode({"choices": []}), msgspec.json.encode({"choices": [{"token_ids": [7]}]})):
-        with pytest.raises(TransportError, match="not an answer with sampled tokens"):
-            read_continuation(wrong)
