@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from pipelinerl.config.environment import RANKS_FILE_VARIABLE
-from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.process import kept
 
 
 def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, str]]:
@@ -47,7 +47,7 @@ def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     for environment in environments:
-        process = subprocess.Popen(killed_with_parent(argv), env=os.environ | environment)
+        process = subprocess.Popen(kept(argv), env=os.environ | environment)
         ranks[process.pid], names[process.pid] = process, environment["RANK"]
     while ranks:
         pid, status = os.wait()

@@ -8,7 +8,6 @@ process group, decides which processes belong to the run when it ends.
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import secrets
 import signal
@@ -73,7 +72,7 @@ def start_role(
     try:
         with pinned(command.cores):
             return subprocess.Popen(
-                kept(command.argv, math.inf),
+                kept(command.argv),
                 env={**environment, **command.env, **mark.variables(command.name)},
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Literal
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.process import kept
 from pipelinerl.world.tls import redis_options
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def redis_command() -> list[str]:
 
 def start_redis(config: str, log_file: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
     """Starts redis-server with this configuration. The caller stops it with ``stop_redis``."""
-    process = subprocess.Popen(
-        killed_with_parent(redis_command()), stdin=subprocess.PIPE, stdout=log_file, stderr=log_file
-    )
+    process = subprocess.Popen(kept(redis_command()), stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
     assert process.stdin is not None
     process.stdin.write(config.encode())
     process.stdin.close()

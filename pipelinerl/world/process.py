@@ -4,15 +4,14 @@ import codecs
 import contextlib
 import ctypes
 import locale
+import math
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.world import keeper
 
 
@@ -45,28 +44,15 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)
 
 
-def killed_with_parent(command: Sequence[str]) -> list[str]:
-    """Returns the command that runs ``command`` as a process which the kernel kills when its parent dies.
-
-    The process asks for it itself, through util-linux, and ends where its parent has died before. With code between
-    fork and exec (``preexec_fn``) it may never start: libraries run code of their own after a fork, which can wait for
-    threads that only the parent has, as was seen in a process with torch. ``subprocess`` runs none of it otherwise.
-    """
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
-        raise ConfigError(f"the program setpriv is missing, which starts {command[0]}: apt install util-linux")
-    unless_orphaned = ["/bin/sh", "-c", '[ "$PPID" = "$0" ] && exec "$@"', str(os.getpid())]
-    return [setpriv, "--pdeathsig", "KILL", "--", *unless_orphaned, *command]
-
-
-def kept(command: Sequence[str], patience_s: float) -> list[str]:
+def kept(command: Sequence[str], patience_s: float = math.inf) -> list[str]:
     """Returns the command that runs ``command`` below a keeper, which ends all that it starts (see ``keeper``).
 
-    They end when the command ends, and when this process or the thread that starts it does.
+    They end when the command ends, and when this process or the thread that starts it does. ``preexec_fn`` is no way to
+    ask for that: libraries run code of their own after a fork, which can wait for threads that only the parent has.
 
     Args:
         command: what to run. It has the keeper's session, standard streams and environment.
-        patience_s: seconds from SIGTERM to SIGKILL.
+        patience_s: seconds from SIGTERM to SIGKILL. By default whoever sends the one sends the other.
     """
     return [sys.executable, "-I", "-S", keeper.__file__, str(patience_s), str(os.getpid()), *command]
 

@@ -4,9 +4,7 @@ Each rollout is a process of the clients' environment, behind a network that los
 that can cancels what it began first. The model calls one tool, two at once, or a tool beside the sub-agent.
 """
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from pipelinerl.domains import largest
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.tiny_model.recipes import Messages, Recipe, Shape
-from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.process import kept
 from tests.clients.network import unreliable
 from tests.clients.programs import CRITIC, FOLDER, PROGRAMS, PYTHON, Program, run_behind
 
@@ -76,17 +74,16 @@ def forks_of(package: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as home:
         path = f"{home}/socket"
         server = subprocess.Popen(
-            killed_with_parent([PYTHON, "-E", FORKS, "serve", path, *program.imports]),
+            kept([PYTHON, "-E", FORKS, "serve", path, *program.imports], patience_s=0),
             env=program.variables(Path(home)) | {"PATH": home},
             stdout=subprocess.PIPE,
-            start_new_session=True,
         )
         assert server.stdout is not None
         try:
             assert server.stdout.readline() == b"ready\n"
             yield path
         finally:
-            os.killpg(server.pid, signal.SIGKILL)
+            server.terminate()
             server.communicate()
 
 

@@ -58,7 +58,7 @@ class Role:
         return self.progress.wait(4 * redis_server.PING_TIMEOUT_S)
 
     def server(self) -> psutil.Process:
-        (process,) = [p for p in psutil.Process().children() if f":{self.port}" in " ".join(p.cmdline())]
+        (process,) = [p for p in psutil.Process().children(recursive=True) if f":{self.port}" in " ".join(p.cmdline())]
         return process
 
 

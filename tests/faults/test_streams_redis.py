@@ -1,7 +1,6 @@
 """Streams on a redis server that is killed, frozen, away, protected by a password, or shared with others."""
 
 import contextlib
-import os
 import random
 import signal
 import subprocess
@@ -42,13 +41,19 @@ class Server:
         with open(self.log, "ab") as log:
             self.process = start_redis(self.config, log)
 
-    def signal(self, number: int) -> None:
+    @property
+    def own(self) -> psutil.Process:
+        """redis-server itself, below its keeper."""
         assert self.process is not None
-        os.kill(self.process.pid, number)
+        (server,) = psutil.Process(self.process.pid).children()
+        return server
+
+    def signal(self, number: int) -> None:
+        self.own.send_signal(number)
 
     def kill(self) -> None:
         assert self.process is not None
-        self.process.kill()
+        self.own.kill()
         self.process.wait()
 
     def client(self) -> redis.Redis:
@@ -196,8 +201,7 @@ def wait_for_answer(client: redis.Redis) -> None:
 
 def test_server_listens_on_loopback_only_and_tells_no_secret(server: Server):
     assert server.client().ping()
-    assert server.process is not None
-    process = psutil.Process(server.process.pid)
+    process = server.own
     assert {c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"} == {"127.0.0.1"}
     assert PASSWORD not in " ".join(process.cmdline())
     assert not any(PASSWORD.encode() in path.read_bytes() for path in server.log.parent.rglob("*") if path.is_file())

@@ -13,7 +13,7 @@ from pipelinerl.errors import TransportError
 from pipelinerl.membership.role import RoleContext, run_role
 from pipelinerl.utils import is_healthy
 from pipelinerl.world.network import listen_address
-from pipelinerl.world.process import killed_with_parent
+from pipelinerl.world.process import kept
 
 POLL_S = 0.5
 STOP_S = 5.0
@@ -43,7 +43,7 @@ def serving(context: RoleContext) -> Iterator["subprocess.Popen[bytes]"]:
     where = ("--run-dir", str(context.run_dir), "--index", str(job.environment_index))
     address = ("--port", str(job.port), "--host", listen_address(job.hostname) or context.world.bind_host)
     command = (sys.executable, "-m", "pipelinerl.domains.environments.serve", *where, *address)
-    process = subprocess.Popen(killed_with_parent(command))
+    process = subprocess.Popen(kept(command))
     try:
         yield process
     finally:

@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 from pipelinerl.finetune.ranks import rank_environments
-from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.launcher.logs import last_error_line
 
 START = [sys.executable, "-m", "pipelinerl.finetune.ranks", "--first-rank=0", "--master-addr=a", "--master-port=1"]
 ROOT = Path(__file__).resolve().parents[3]
