@@ -110,7 +110,7 @@ def test_role_serves_the_users_class_and_leaves_nothing(
     assert answers(WorldMap.load(tmp_path).job("environment_0").url), (tmp_path / "log.txt").read_text()
     wait_for(lambda: is_ready(tmp_path), START_S)
     children = psutil.Process(role.pid).children(recursive=True)
-    assert len(children) == 1
+    assert len(children) == 2, "the server and its keeper"
     role.send_signal(how)
     assert role.wait(60) == (0 if how == signal.SIGTERM else -how), (tmp_path / "log.txt").read_text()
     _, alive = psutil.wait_procs(children, timeout=60)
