@@ -1,13 +1,13 @@
-"""The environment servers that a configuration asks for: pure, from `environments` or `environment` to a list."""
+"""The environment servers that a configuration asks for: the entries of `environments`, checked. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl.config.names import TARGET
 from pipelinerl.config.sections import Config, WorldSection
 from pipelinerl.errors import ConfigError
 
-TARGET = "_target_"
 OURS = ("key", "mode", "replicas", "replicas_per_actor")
 """Keys of an entry that its class does not get."""
 REMOTE, EMBEDDED = "remote", "embedded"
@@ -35,12 +35,12 @@ def environment_servers(cfg: Config) -> tuple[EnvironmentServer, ...]:
     """Return the environments that run as processes of their own. Entries of `mode: embedded` are the domain's.
 
     Raises:
-        ConfigError: an entry is not a mapping with `_target_`, has an impossible number, or a key twice.
+        ConfigError: an entry has no `_target_`, has an impossible number, or a key twice.
     """
     found = [
-        _entry(key, index, entry)
-        for index, (key, entry) in enumerate(_entries(cfg))
-        if not isinstance(entry, Mapping) or entry.get("mode", REMOTE) != EMBEDDED
+        _entry(str(entry.get("key") or entry.get("name") or f"environment_{index}"), index, entry)
+        for index, entry in enumerate(cfg.environments)
+        if entry.get("mode", REMOTE) != EMBEDDED
     ]
     keys = [server.key for server in found]
     for key in keys:
@@ -55,22 +55,11 @@ def count_replicas(server: EnvironmentServer, world: WorldSection, policy_server
     return per_actor * policy_servers if per_actor else server.replicas or world.env_replicas
 
 
-def _entries(cfg: Config) -> Iterator[tuple[str, Any]]:
-    given = cfg.environments
-    if isinstance(given, dict):
-        yield from given.items()
-    for index, entry in enumerate(given if isinstance(given, list) else ()):
-        name = entry.get("key") or entry.get("name") if isinstance(entry, Mapping) else None
-        yield str(name or f"environment_{index}"), entry
-    if not given and isinstance(cfg.environment, Mapping) and TARGET in cfg.environment:
-        yield "default", cfg.environment
-
-
-def _entry(key: str, index: int, entry: Any) -> EnvironmentServer:
+def _entry(key: str, index: int, entry: Mapping[str, Any]) -> EnvironmentServer:
     where = f"`environments` entry {key!r}"
-    target = entry.get(TARGET) if isinstance(entry, Mapping) else None
+    target = entry.get(TARGET)
     if not isinstance(target, str) or "." not in target:
-        raise ConfigError(f"{where} is {entry!r}: it must be a mapping with `{TARGET}: my_module.MyEnvironment`")
+        raise ConfigError(f"{where} is {entry!r}: it needs `{TARGET}: my_module.MyEnvironment`")
     if entry.get("mode", REMOTE) != REMOTE:
         raise ConfigError(f"{where} has mode={entry['mode']!r}: use `{REMOTE}` or `{EMBEDDED}`")
     for name in ("replicas", "replicas_per_actor"):

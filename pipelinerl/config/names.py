@@ -26,6 +26,8 @@ OTHER_NAMES = (
 )
 ENGINES = ("use_deepspeed", "use_fsdp")
 """Names that choose `finetune.engine` where it is auto."""
+TARGET = "_target_"
+"""Key of an entry of `environments`: its class."""
 NAMES = {other.name: other.key for other in OTHER_NAMES} | dict.fromkeys(ENGINES, "finetune.engine")
 
 
@@ -55,7 +57,17 @@ def with_one_name(container: Mapping[str, Any]) -> dict[str, Any]:
         if deepspeed and fsdp:
             raise ConfigError("`use_deepspeed` and `use_fsdp` are both true: choose one, set the other to false")
         _set(found, "finetune.engine", "fsdp2" if fsdp else "ddp" if deepspeed is False else "auto")
-    return found
+    return _with_listed_environments(found)
+
+
+def _with_listed_environments(container: dict[str, Any]) -> dict[str, Any]:
+    """`environments` as a list whose entries have a `key`. PipelineRL has a mapping, too, or one `environment`."""
+    given, only = container.get("environments"), container.get("environment")
+    if isinstance(given, Mapping) and all(isinstance(entry, Mapping) for entry in given.values()):
+        return container | {"environments": [{**entry, "key": str(key)} for key, entry in given.items()]}
+    if not given and isinstance(only, Mapping) and TARGET in only:
+        return container | {"environments": [{**only, "key": "default"}]}
+    return container
 
 
 def with_other_names(container: Mapping[str, Any]) -> dict[str, Any]:

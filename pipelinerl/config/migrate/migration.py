@@ -12,10 +12,9 @@ from math import ceil
 from typing import Any
 
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.config.environment_servers import TARGET
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import config_keys, is_free_form, nearest_key
-from pipelinerl.config.names import NAMES
+from pipelinerl.config.names import NAMES, TARGET
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, SAME_DOMAINS, Rename, rename_of
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError

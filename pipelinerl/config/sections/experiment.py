@@ -271,10 +271,11 @@ class Config(Section):
     sandbox_timeout_s: PositiveFloat = key(
         10, "longest time of one run of a program in SandboxFusion or on a provider's machine", may_change=True
     )
-    environments: list[dict[str, Any]] | dict[str, dict[str, Any]] = key(
+    environments: list[dict[str, Any]] = key(
         [],
         "servers of your own, which the run starts and supervises. An entry has `_target_` (a class with a method "
-        "`launch(port)`), `key`, `replicas`, and the arguments of the class. [domains.md](domains.md) has an example",
+        "`launch(port)`), `key`, `replicas`, and the arguments of the class. A mapping from keys to entries is the "
+        "same. [domains.md](domains.md) has an example",
     )
     environment_key: str | None = key(
         None, "which of `environments` the domain asks. Null = the only one, or the domain's own choice"

@@ -13,8 +13,9 @@ from typing import Any
 
 from hydra.utils import get_object, instantiate
 
-from pipelinerl.config.environment_servers import TARGET, EnvironmentServer, environment_servers
+from pipelinerl.config.environment_servers import EnvironmentServer, environment_servers
 from pipelinerl.config.load import load_run
+from pipelinerl.config.names import TARGET
 from pipelinerl.config.variables import with_values
 from pipelinerl.errors import DomainError
 from pipelinerl.observability.logging import show_prints

@@ -79,3 +79,19 @@ def test_domains_read_the_other_names_too() -> None:
     assert (found["use_deepspeed"], found["use_fsdp"]) == (False, False)
     assert (found["finetune"]["rl"]["temperature"], found["finetune"]["fp32_lm_head"]) == (0.9, True)
     assert with_one_name(found)["finetune"]["engine"] == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        ({"environments": {"dice": {"_target_": "a.B"}}}, [{"_target_": "a.B", "key": "dice"}]),
+        ({"environments": [{"_target_": "a.B"}]}, [{"_target_": "a.B"}]),
+        ({"environments": [], "environment": {"_target_": "a.B"}}, [{"_target_": "a.B", "key": "default"}]),
+        ({"environments": [], "environment": {"free": 1}}, []),
+        ({"environments": [{"_target_": "a.B"}], "environment": {"_target_": "a.C"}}, [{"_target_": "a.B"}]),
+    ],
+)
+def test_environments_are_a_list_inside(given: dict[str, Any], listed: list[dict[str, Any]]) -> None:
+    found = with_one_name(given)
+    assert (found["environments"], found.get("environment")) == (listed, given.get("environment"))
+    assert with_one_name(found) == found
