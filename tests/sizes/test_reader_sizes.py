@@ -82,7 +82,7 @@ def test_run_of_many_groups_and_two_thousand_versions_is_accounted_for(
         (run_dir / STATUS_DIR).mkdir(exist_ok=True)
         write_status(run_dir / STATUS_DIR / f"actor_llm_{i}.json", running(f"actor_llm_{i}"))
 
-    assert ledger.main([str(run_dir)]) == 0
+    assert ledger.show(run_dir, as_json=False) == 0
     assert capsys.readouterr().out.split() == [str(2 * groups), "trained"]
     summary = report.write_report(run_dir, load_old_run(run_dir), launched=0.0, started=1.0)
     assert (summary["optimizer_steps"], summary["weight_updates"], summary["rollouts"]) == (steps, steps, 2 * groups)
