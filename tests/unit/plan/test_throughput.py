@@ -122,6 +122,11 @@ def test_split_respects_parallel_groups():
     assert (16 - plan.generating) % 4 == 0
 
 
+def test_concurrency_is_searched_in_eights():
+    work = make_workload(max_concurrency=30, train_time=1e-3)
+    assert recommend(work, tolerance=0.0).concurrency == 24
+
+
 def test_bound_that_nothing_respects_gives_no_plan():
     assert recommend(make_workload(batch_size=1), 1) is None
 

@@ -146,3 +146,12 @@ def test_a_fault_leaves_the_baseline_as_it_was_and_says_both_figures() -> None:
     assert "not those of the weights" in verdict.fault
     assert verdict.limit == pytest.approx(LIMIT * baseline.noise)
     assert verdict.difference > verdict.limit
+
+
+def test_noise_follows_slowly_what_passes() -> None:
+    """The residual is 0.02, of which 0.01 is the calibration's: √3 · 0.01 is the version's own, and counts a fifth."""
+    zeros = np.zeros(4)
+    baseline = Baseline(offset=zeros, calibrated=0.01, noise=0.01, tolerance=0.2, server=zeros, trainer=zeros)
+    after, verdict = check_version(baseline, np.array([0.02, -0.02, 0.02, -0.02]), zeros)
+    assert verdict.fault == ""
+    assert after.noise == pytest.approx(0.8 * 0.01 + 0.2 * 3**0.5 * 0.01)
