@@ -4,15 +4,12 @@ A slow second run has a server that schedules and swaps as on a GPU (`as_on_gpu_
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,16 +18,11 @@ from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
-from tests.sender_kit import wait_for
 from tests.vllm_plugin import environment_with
 
 RUN_TIMEOUT_S = 1800
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 SCHEDULED_AHEAD = "a step was scheduled before the samples of the one before were read"
-
-
-def _trained(run_dir: Path) -> int:
-    return max((point["step"] for point in read_metrics(run_dir, "finetune")), default=0)
 
 
 def launch(run_dir: Path, *overrides: str) -> list[str]:
@@ -138,55 +130,3 @@ def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
     for role in ("actor_llm_0", "actor_0", "preprocessor_0", "finetune_0"):
         assert (finished_run / role / "log.txt").is_file()
         assert (finished_run / role / "start.sh").is_file()
-
-
-def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_from_another_folder(tmp_path: Path):
-    """Its domain is a module in the working directory, which only the first launch has."""
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "mine.py").write_text("from pipelinerl.domains.largest import generate_rollout, load_problems\n")
-    settings = [
-        "actor.rollout_policy=mine.generate_rollout",
-        "dataset_loader=mine.load_problems",
-        "finetune.save_checkpoint_steps=4",
-        *("eval.at_start=false", "eval.at_end=false"),
-        "finetune.max_train_steps=1000",  # it must not end before it is interrupted
-    ]
-    run_dir = project / "run"
-    process = subprocess.Popen(
-        launch(Path("run"), *settings),
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    wait_for(lambda: process.poll() is not None or _trained(run_dir) >= 5, RUN_TIMEOUT_S)
-    process.send_signal(signal.SIGINT)
-    rest = process.stdout.read()
-    process.stdout.close()
-    assert process.wait(timeout=200) == 130, rest
-    marked = [p for p in psutil.process_iter() if str(run_dir) in _environment(p)]
-    assert marked == []
-
-    run_dir = run_dir.rename(tmp_path / "moved")
-    steps = _trained(run_dir) + 6
-    resumed = subprocess.run(
-        [sys.executable, "-m", "pipelinerl", "resume", "moved", f"finetune.max_train_steps={steps}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert resumed.returncode == 0, resumed.stdout[-4000:]
-    ledger = read_ledger(run_dir)
-    assert ledger.violations == ()
-    assert ledger.counts()["trained"] == steps * 64
-
-
-def _environment(process: psutil.Process) -> str:
-    try:
-        return "" if process.pid == os.getpid() else " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

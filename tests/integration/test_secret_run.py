@@ -1,14 +1,24 @@
-"""A run whose domain tells its secret wherever it can: neither the secret nor an escape sequence is in its folder."""
+"""A run that is interrupted, moved and resumed, whose domain tells its secret wherever it can.
+
+It leaves no process, goes on where it was, and neither the secret nor an escape sequence is in its folder.
+"""
 
 import base64
 import gzip
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
+
+from pipelinerl.inspect.ledger import read_ledger
+from pipelinerl.observability.metrics import read_metrics
+from tests.sender_kit import wait_for
 
 RUN_TIMEOUT_S = 600
 pytestmark = pytest.mark.timeout(RUN_TIMEOUT_S + 60)
@@ -60,7 +70,9 @@ OVERRIDES = (
     "dataset_loader=loud.load_problems",
     "actor.rollout_policy=loud.generate_rollout",
     "dataset_loader_params.num_test_problems=16",
-    "finetune.max_train_steps=3",
+    "finetune.save_checkpoint_steps=4",
+    *("eval.at_start=false", "eval.at_end=false"),
+    "finetune.max_train_steps=1000",  # it must not end before it is interrupted
     "actor.max_domain_errors=100000",
     "tracker=[wandb,tensorboard]",
     "wandb.mode=offline",
@@ -68,21 +80,62 @@ OVERRIDES = (
 )
 
 
+class LoudRun(NamedTuple):
+    folder: Path
+    told: str
+    """Standard output and errors of both launchers."""
+    code: int
+    """Exit code of the interrupted launcher."""
+    left: list[psutil.Process]
+    """Processes of the run after its end."""
+    steps: int
+    """Optimizer steps that the resumed run was asked for."""
+
+
 @pytest.fixture(scope="module")
-def loud_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def loud_run(tmp_path_factory: pytest.TempPathFactory) -> LoudRun:
+    """The domain is a module in the working directory, which only the first launch has."""
     folder = tmp_path_factory.mktemp("secrets")
-    (folder / "loud.py").write_text(DOMAIN)
-    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={folder / 'run'}"]
-    env = {**os.environ, "LOUD_KEY": f"Bearer {TOKEN}", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [*command, *OVERRIDES], env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return folder / "run", done.stdout + done.stderr
+    project = folder / "project"
+    project.mkdir()
+    (project / "loud.py").write_text(DOMAIN)
+    env = {**os.environ, "LOUD_KEY": f"Bearer {TOKEN}"}
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", "output_dir=run", *OVERRIDES]
+    with (folder / "told").open("w+") as told:
+        first = subprocess.Popen(command, cwd=project, env=env, stdout=told, stderr=told)
+        wait_for(lambda: first.poll() is not None or trained(project / "run") >= 5, RUN_TIMEOUT_S)
+        first.send_signal(signal.SIGINT)
+        code = first.wait(timeout=200)
+        left = [process for process in psutil.process_iter() if str(project / "run") in command_line(process)]
+        run_dir = (project / "run").rename(folder / "moved")
+        steps = trained(run_dir) + 6
+        again = [sys.executable, "-m", "pipelinerl", "resume", "moved", f"finetune.max_train_steps={steps}"]
+        done = subprocess.run(again, cwd=folder, env=env, stdout=told, stderr=told, timeout=RUN_TIMEOUT_S, check=False)
+    text = (folder / "told").read_text()
+    assert done.returncode == 0, text[-4000:]
+    return LoudRun(run_dir, text, code, left, steps)
 
 
-def test_secret_and_escape_sequences_are_in_no_file_of_a_run(loud_run: tuple[Path, str]) -> None:
-    run_dir, _ = loud_run
+def trained(run_dir: Path) -> int:
+    return max((point["step"] for point in read_metrics(run_dir, "finetune")), default=0)
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return "" if process.pid == os.getpid() else " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_interrupted_run_leaves_nothing_and_resumes_moved_and_from_another_folder(loud_run: LoudRun) -> None:
+    assert (loud_run.code, loud_run.left) == (130, [])
+    ledger = read_ledger(loud_run.folder)
+    assert ledger.violations == ()
+    assert ledger.counts()["trained"] == loud_run.steps * 64
+
+
+def test_secret_and_escape_sequences_are_in_no_file_of_a_run(loud_run: LoudRun) -> None:
+    run_dir = loud_run.folder
     contents = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     page = re.search(rb"[A-Za-z0-9+/=]{1000,}", contents[run_dir / "report.html"])
     assert page is not None
@@ -98,8 +151,8 @@ def test_secret_and_escape_sequences_are_in_no_file_of_a_run(loud_run: tuple[Pat
     assert "LOUD_KEY" in (run_dir / "conf" / "config.yaml").read_text()
 
 
-def test_secret_and_escape_sequences_reach_no_terminal(loud_run: tuple[Path, str]) -> None:
-    run_dir, told = loud_run
+def test_secret_and_escape_sequences_reach_no_terminal(loud_run: LoudRun) -> None:
+    run_dir, told = loud_run.folder, loud_run.told
     commands = (
         ["rollouts", "--all"],
         ["rollouts", "--json"],
