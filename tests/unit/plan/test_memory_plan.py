@@ -397,7 +397,7 @@ def test_what_would_fit_is_the_smallest_change_and_does_fit():
     assert what_would_fit(cfg, world, shape, less, "finetune") == advice
     assert what_would_fit(cfg, world, shape, less - 1, "finetune") == advice + " finetune.engine=fsdp2"
     assert what_would_fit(cfg, world, shape, GIB, "finetune").startswith("no number of GPUs makes it fit")
-    assert cfg.finetune.engine == "auto", "the configuration itself is unchanged"
+    assert cfg.finetune.engine == "ddp", "the configuration itself is unchanged"
 
 
 def test_selective_checkpointing_keeps_products_by_hand():
