@@ -26,7 +26,8 @@ from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, re
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish import delivery
-from pipelinerl.weights.publish.dispatch import Dispatch, joining
+from pipelinerl.weights.publish.dispatch import Dispatch, late
+from pipelinerl.weights.publish.links import LinkTable
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.server_client import ServerClient
@@ -38,10 +39,10 @@ TIMEOUT_S = 600.0
 
 
 def star(
-    pending: PendingVersion, ready: Sequence[ServerClient], ranks: Sequence[Address], bucket: int
+    pending: PendingVersion, ready: Sequence[ServerClient], links: LinkTable, ranks: Sequence[Address], bucket: int
 ) -> list[Dispatch]:
     """Every server pulls from the trainer."""
-    return joining(pending, ready, [], ranks, bucket)
+    return late(pending, ready, [], links, ranks, bucket, is_overdue=True)
 
 
 def push(

@@ -24,14 +24,16 @@ from pipelinerl.weights.protocol import (
     PATH,
     STALE,
     Address,
+    Link,
     Staged,
     WeightCheck,
     WeightCheckRequest,
     WeightInfo,
     WeightUpdateAnswer,
+    WeightUpdateFailure,
     WeightUpdateRequest,
 )
-from pipelinerl.weights.transfer.handover import Handover
+from pipelinerl.weights.transfer.handover import Handover, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +66,14 @@ class SwapFailedError(WeightUpdateError):
 
 
 class UpdateFailed(WeightUpdateError):
-    """The update failed and the old weights stay live. ``status`` is the HTTP status of the answer."""
+    """The update failed and the old weights stay live.
 
-    def __init__(self, message: str, status: int):
+    ``status`` is the HTTP status of the answer, ``links`` is what the workers that failed saw of their sources.
+    """
+
+    def __init__(self, message: str, status: int, links: Sequence[Link] = ()):
         super().__init__(message)
-        self.status = status
+        self.status, self.links = status, tuple(links)
 
 
 class UpdateControl:
@@ -151,7 +156,8 @@ class UpdateControl:
                 done, pending = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 errors = [error for wait in done if (error := wait.exception()) is not None]
                 if errors:
-                    raise _failed(f"transfer failed: {errors[0]}", 409 if STALE in str(errors[0]) else 424)
+                    links = [link for error in errors if isinstance(error, TransferError) for link in error.links]
+                    raise _failed(f"transfer failed: {errors[0]}", 409 if STALE in str(errors[0]) else 424, links)
                 if turn != self._newest:
                     raise _failed("superseded by a newer update", 409)
                 if is_abandoned is not None and await is_abandoned():
@@ -190,9 +196,9 @@ class UpdateControl:
         self._announce(await self.info())
 
 
-def _failed(reason: str, status: int) -> UpdateFailed:
+def _failed(reason: str, status: int, links: Sequence[Link] = ()) -> UpdateFailed:
     log.warning("event=weight_update_failed status=%d reason=%s", status, reason)
-    return UpdateFailed(reason, status)
+    return UpdateFailed(reason, status, links)
 
 
 def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
@@ -229,7 +235,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
         try:
             return _json(200, msgspec.to_builtins(await asyncio.shield(updates.update([request], raw.is_disconnected))))
         except UpdateFailed as error:
-            return _json(error.status, {"error": str(error)})
+            return _json(error.status, msgspec.to_builtins(WeightUpdateFailure(error=str(error), links=error.links)))
 
     @router.post(CHECK_PATH)
     async def check_weights(raw: Request) -> Response:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from pipelinerl.world import Job
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the HTTP protocol between roles. A role with another version is not used."""
 MAX_STEP_S = 2.0
 """Four looks: no more silence is counted at once than an observer may miss on a loaded machine."""

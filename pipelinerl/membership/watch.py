@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pipelinerl.membership.lease import LiveServer, Observed, observe, servers_now
+from pipelinerl.membership.lease import PROTOCOL, LiveServer, Observed, observe, servers_now
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 from pipelinerl.world import Job
 
@@ -97,6 +97,8 @@ class MembershipWatch:
         was, now = before.alive(), self._observed.alive()
         for name in now.keys() - was.keys():
             log.info("event=member_came name=%s url=%s state=%s", name, now[name].url, now[name].state)
+            if now[name].protocol != PROTOCOL:
+                log.warning("event=member_not_used name=%s protocol=%d ours=%d", name, now[name].protocol, PROTOCOL)
         for name in was.keys() - now.keys():
             ran_out = name in self._observed.sightings
             log.info("event=member_went name=%s reason=%s", name, "its lease ran out" if ran_out else "it left")

@@ -15,9 +15,9 @@ PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
 CHECK_PATH = "/check_weights"
 OWN_LINK = "own link too slow"
-"""Marks the error of a server whose bytes came too slowly from every source."""
+"""Marks the error of a server whose last source had more bytes than came."""
 HELD_UP = "held up"
-"""Marks the error of a server whose bytes came too slowly through no fault of its own link."""
+"""Marks the error of a server whose last source had no more bytes itself."""
 STALE = "stale"
 """Marks the error of a server that no longer holds a delta's base version (after a restart, or another sender)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool")
@@ -120,12 +120,8 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Time from the request's arrival until all bytes must be received."""
     stall_s: Seconds
     """A worker leaves a source that has sent no byte for so long."""
-    expected_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds that the fastest server needed lately for so many bytes. 0 = not known."""
     base_version: int | None = None
     """Delta mode: the bytes encode the changes since this version, which the server must hold. None = dense."""
-    roams: bool = True
-    """A slow source is left for another one. False = a source is left only if it fails, because this server is slow."""
     store: Annotated[str, Meta(max_length=4096)] = ""
     """Folder or URL of the parts' files. Empty = they have none."""
     is_last: bool = True
@@ -148,16 +144,18 @@ def payload_key(sender: str, version: int, base_version: int | None) -> str:
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker saw of one of its sources in an update."""
+    """What a worker saw of one source of one part."""
 
     source: Address
-    share: float
-    """Share of the worker's bytes that came from it."""
-    whole_s: float
-    """Seconds that all bytes of the worker would have taken over this link alone. 0 = the link was never the limit.
-    1e9 = nothing came."""
-    is_shared: bool = False
-    """It was shared by so many that it says nothing about the worker's own downlink."""
+    transport: TransportName
+    num_bytes: Size
+    """That came from it."""
+    part_bytes: Size
+    """Of the part, whatever came from elsewhere."""
+    seconds: float
+    """From the question to the last byte."""
+    ahead_s: float
+    """Of these, in which the source had two buckets more than had come, so that the link was the limit."""
 
 
 class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +174,14 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Largest staging buffer of a worker: the version, or the worker's shard of it."""
     links: tuple[Link, ...] = ()
     """The links over which the bytes came, of all workers."""
+
+
+class WeightUpdateFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of any other answer: the old weights are live."""
+
+    error: str
+    links: tuple[Link, ...] = ()
+    """Those over which bytes came, of the workers that failed."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,28 +264,10 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Sent between the bytes of a `Get`: what the puller must know to judge this source (`source_choice`)."""
+    """Sent between the bytes of a `Get`, and instead of them while the source has none."""
 
     end: Size
     """End of the bytes that the source has without a gap."""
-    sent_s: Annotated[float, Meta(ge=0)]
-    """Seconds since the source received the question."""
-    best_rate: Annotated[float, Meta(ge=0)]
-    """Highest mean rate in bytes per second at which a server from the source upwards received these bytes. 0 = not
-    known."""
-    pullers: Positive
-    """Number of connections that pull the same bytes from the source."""
-    given: Size
-    """Bytes that all these connections have got together."""
-    is_limited: bool
-    """No source gives more to this source, or its own link is the limit."""
-
-
-class Gauge(msgspec.Struct, frozen=True, kw_only=True, tag="gauge"):
-    """Asks for bytes without meaning, to measure the uplink of the process that sends them."""
-
-    num_bytes: Positive
-    bucket_bytes: Positive
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
@@ -347,10 +335,12 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """Answer to `PullUpdate`, `Describe` or `Write`: it failed."""
 
     error: str
+    links: tuple[Link, ...] = ()
+    """`PullUpdate`: those over which bytes came."""
 
 
 Order = Describe | Sum | Write | PullUpdate
-Question = Get | Gauge | JoinGroup | Order
+Question = Get | JoinGroup | Order
 
 
 class Averaging(NamedTuple):

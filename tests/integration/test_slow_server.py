@@ -2,16 +2,10 @@
 
 from collections.abc import Iterator
 
-import httpx
-import msgspec
 import pytest
 
-from benchmarks.receivers import SECRET, ReceiverProcess, forkserver, receivers
+from benchmarks.receivers import ReceiverProcess, forkserver, receivers
 from benchmarks.slow_server import MIB, Case, push_all, slowed
-from pipelinerl.weights.protocol import INFO_PATH, Address, WeightInfo
-from pipelinerl.weights.publish.gauge import uplink_rate
-from pipelinerl.weights.transfer.wire import WireError
-from tests.waiting import wait_until
 
 RATE = 4.0 * MIB
 
@@ -31,15 +25,3 @@ def test_slow_server_is_named_and_no_healthy_one_leaves_service(running: list[Re
         rows = push_all(running, case, RATE, 3, timeout_s=30.0)
     assert [row["expelled"] for row in rows] == [[], [], []]
     assert rows[-1]["all_slow_are_known"], rows
-
-
-def test_gauge_measures_no_more_than_the_uplink_of_a_worker(running: list[ReceiverProcess]) -> None:
-    """Unless this process stood still and then found much in its socket."""
-    info = httpx.get(running[1].job.url + INFO_PATH, headers={"Authorization": f"Bearer {SECRET}"})
-    (address,) = msgspec.json.decode(info.content, type=WeightInfo).workers
-    wait_until(lambda: 0 < uplink_rate(address, SECRET) <= 1.2 * RATE)
-
-
-def test_gauge_of_a_process_that_is_gone_fails() -> None:
-    with pytest.raises(WireError):
-        uplink_rate(Address("127.0.0.1", 1), SECRET)

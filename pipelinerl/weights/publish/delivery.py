@@ -8,17 +8,15 @@ from typing import Protocol
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.observability import spans
-from pipelinerl.weights.protocol import WeightUpdateAnswer, WeightUpdateRequest
-from pipelinerl.weights.publish.dispatch import chained, expected_s, joining
-from pipelinerl.weights.publish.gauge import uplink_rate
+from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Link, WeightUpdateAnswer, WeightUpdateRequest
+from pipelinerl.weights.publish.dispatch import chained, in_order, late
+from pipelinerl.weights.publish.links import SLOW, LinkTable, Server
 from pipelinerl.weights.publish.nccl_groups import NcclGroups, planned_groups
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
-from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
+from pipelinerl.weights.publish.server_client import FailedPullError, ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.server_pool import ServerPool
-from pipelinerl.weights.publish.standing import Report, UsualRate, healthy_s, judge_links
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
-from pipelinerl.weights.transfer.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class Pushing:
         self._ranks, self._settings = ranks, settings
         self._sender, self._wake = sender, wake
         self._delta = DeltaChoice(settings.delta)
-        self._usual = UsualRate()
+        self.links = LinkTable()
         self._groups = None
         if settings.transport == "nccl":
             self._groups = NcclGroups(ranks.nccl, sender, settings.secret, settings.stall_s)
@@ -85,22 +83,29 @@ class Pushing:
             pending.add_deltas(described)
         ready = [m for m in pool if m.is_up and m.update is None and m.serves != pending.version]
         if pending.is_new:
-            pending.start((client.name for client in ready), {client.name: client.standing for client in pool})
-            dispatches = chained(pending, ready, self._ranks.addresses, self._settings.bucket_bytes)
+            self.links.plan({one.name: one.node for one in pool if one.workers}, heads=len(pending.stripes))
+            pending.start((client.name for client in ready), self.links.update)
+            ready = [m for m in in_order(pool, self.links.turn) if m in ready]
+            dispatches = chained(pending, ready, self.links, self._ranks.addresses, self._settings.bucket_bytes)
             if self._groups is not None and dispatches:
                 await asyncio.to_thread(self._groups.bring, planned_groups(dispatches, self._ranks.addresses))
         else:
-            holders = [m for m in pool if m.serves == pending.version or m.name in pending.pulls]
-            holders = [m for m in holders if not m.is_suspect]
-            dispatches = joining(pending, ready, holders, self._ranks.addresses, self._settings.bucket_bytes)
-        before = [m.last for m in pool if m.last is not None]
+            holders = [m for m in pool if m.serves == pending.version and not m.is_suspect]
+            patience_s = SLOW * self.links.expected_s(pending.layout.num_bytes) + self._settings.stall_s
+            dispatches = late(
+                pending,
+                ready,
+                holders,
+                self.links,
+                self._ranks.addresses,
+                self._settings.bucket_bytes,
+                is_overdue=pending.offered_s > patience_s,
+            )
         for dispatch in dispatches:
-            self._start(pending, dispatch, before, pool)
+            self._start(pending, dispatch, pool)
 
-    def _start(
-        self, pending: PendingVersion, dispatch: Dispatch, before: Sequence[UpdateOutcome], pool: ServerPool
-    ) -> None:
-        client, num_bytes = dispatch.client, dispatch.num_bytes
+    def _start(self, pending: PendingVersion, dispatch: Dispatch, pool: ServerPool) -> None:
+        client = dispatch.client
         request = WeightUpdateRequest(
             sender=self._sender,
             version=pending.version,
@@ -110,8 +115,6 @@ class Pushing:
             bucket_bytes=dispatch.bucket_bytes,
             timeout_s=RECEIVE_SHARE * self._settings.timeout_s,
             stall_s=self._settings.stall_s,
-            expected_s=expected_s(num_bytes, before),
-            roams=not client.standing.is_slow,
             base_version=dispatch.base_version,
         )
         client.held = None
@@ -124,60 +127,52 @@ class Pushing:
         """Runs one server's update, after which the server serves the version or is out of service."""
         client, num_bytes = dispatch.client, dispatch.num_bytes
         started, began, answer, reason = time.monotonic(), time.time_ns(), None, ""
+        seen: Sequence[Link] = ()
         try:
             answer = await client.post(request, self._settings.timeout_s)
+            seen = answer.links
         except WeightUpdateError as error:
             reason = str(error)
+            seen = error.links if isinstance(error, FailedPullError) else ()
         except Exception as error:  # noqa: BLE001 — the task's boundary: an update without an end is the server's last
             reason = f"{client.name} at {client.job.url}: {type(error).__name__}: {error}"
         seconds = time.monotonic() - started
         record_update(client.name, request.version, began, answer, num_bytes)
+        owners = {address: _server(one) for one in pool for address in one.workers}
+        self.links.record(
+            pending.update, _server(client), seen, owners, dispatch.givers, is_chained=dispatch.is_chained
+        )
         outcome = UpdateOutcome(
-            version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason
+            version=request.version,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            answer=answer,
+            error=reason,
+            is_held_up=bool(reason) and not self._is_own_fault(dispatch, pending, reason),
         )
         client.record_outcome(outcome)
         pending.end(client.name, is_served=answer is not None)
         if answer is not None:
-            transfer_s = 1e-3 * answer.transfer_ms
             is_delta = request.base_version is not None
             if dispatch.is_chained and is_delta == (pending.deltas is not None):
-                self._delta.measured(pending.version, transfer_s + pending.encode_s, is_delta=is_delta)
-            if dispatch.is_chained:
-                reports = pending.reports.setdefault(request.base_version, [])
-                reports.append(Report(server=client.name, seconds=transfer_s, links=answer.links))
-                self._usual.record(request.version, num_bytes, reports)
-                self._judge(reports, pending, pool, self._usual.seconds(num_bytes))
-            size = answer.staged_bytes if request.base_version is None else num_bytes
-            self._measure_uplink(client, request.version, size, pending.reports.get(request.base_version, []))
+                self._delta.measured(pending.version, 1e-3 * answer.transfer_ms + pending.encode_s, is_delta=is_delta)
+            if is_delta:
+                pending.took_delta.add(client.name)
             if checker := pool.checker_of(client):
                 checker.start_check(client.name, request.version)
         self._wake()
 
-    def _judge(self, reports: Sequence[Report], pending: PendingVersion, pool: ServerPool, usual_s: float) -> None:
-        """Takes the verdict over a chain, which may change with every report."""
-        servers = {address: client.name for client in pool for address in client.workers}
-        verdict = judge_links(reports, servers, pending.standings, usual_s)
-        for client in pool:
-            client.standing.judge(client.name, pending.version, verdict)
+    def _is_own_fault(self, dispatch: Dispatch, pending: PendingVersion, reason: str) -> bool:
+        """Whether a pull failed by the server's own link. In a chain the one before it may be slow to send."""
+        if HELD_UP in reason or OWN_LINK not in reason:
+            return HELD_UP not in reason
+        if dispatch.is_chained:
+            return dispatch.givers <= set(self._ranks.addresses)
+        return self.links.took_slowly(pending.update, _server(dispatch.client))
 
-    def _measure_uplink(self, client: ServerClient, version: int, num_bytes: int, reports: Sequence[Report]) -> None:
-        """Has the uplink of a server measured from which nobody pulls any more, beside everything else.
 
-        Args:
-            version: of the update of the reports.
-            num_bytes: that a worker of it would have to send in such an update.
-        """
-        is_running = client.gauge is not None and not client.gauge.done()
-        if client.standing.gives_slowly and reports and not is_running:
-            client.gauge = asyncio.create_task(self._gauge(client, version, num_bytes, healthy_s(reports)))
-
-    async def _gauge(self, client: ServerClient, version: int, num_bytes: int, seconds: float) -> None:
-        try:
-            rates = [await asyncio.to_thread(uplink_rate, worker, self._settings.secret) for worker in client.workers]
-        except WireError as error:
-            log.info("event=uplink_not_measured server=%s error=%s", client.name, error)
-            return
-        client.standing.gauge(client.name, version, num_bytes / min(rates), seconds)
+def _server(client: ServerClient) -> Server:
+    return Server(client.name, client.node)
 
 
 def record_update(server: str, version: int, began: int, answer: WeightUpdateAnswer | None, num_bytes: int) -> None:

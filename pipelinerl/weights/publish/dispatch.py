@@ -1,43 +1,61 @@
-"""Plans the update of each server to one version: payload and sources. Pure: changes neither offers nor members."""
+"""Plans the update of each server to one version: payload and sources. Pure: changes neither offers nor members.
+
+There are two lists. The servers that are well get the version together, in one chain per stripe. At its end, where
+nobody waits for them, are servers that may give slowly. All others are late: those that take slowly, that failed, or
+that came when the chains were under way. A late server pulls from one that has the version, and no two pull from the
+same one, so that its figures are its own link's.
+"""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
-from pipelinerl.weights.publish.standing import Report, healthy_s
+from pipelinerl.weights.publish.links import LinkTable
+from pipelinerl.weights.publish.server_client import ServerClient
 from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer import chain
 
+T = TypeVar("T")
 
-def chain_place(client: ServerClient) -> tuple[bool, float, bool, bool, str, int]:
-    """Sorts servers by their place in a chain: healthy ones, those that failed, those that are slow.
 
-    Of the slow ones come first those that may be fast, and then the less slow ones.
+def in_order(pool: Iterable[ServerClient], turn: int) -> list[ServerClient]:
+    """Returns servers node by node. Every turn begins one node further, and in each node one server further.
+
+    Of all servers, also late ones, so that the others keep their neighbours when one becomes slow.
     """
-    standing = client.standing
-    return (
-        standing.is_slow,
-        standing.limit if standing.is_slow else 0.0,
-        standing.gives_slowly,
-        client.is_suspect,
-        client.node,
-        client.job.replica_idx,
-    )
+    numbered = sorted(pool, key=lambda client: (client.job.replica_idx, client.name))
+    nodes = [_turned(node, turn) for node in chain.by_node(numbered, lambda client: client.node)]
+    return [client for node in _turned(nodes, turn) for client in node]
+
+
+def _turned(items: Sequence[T], turn: int) -> list[T]:
+    first = turn % max(len(items), 1)
+    return [*items[first:], *items[:first]]
 
 
 def chained(
-    pending: PendingVersion, ready: Sequence[ServerClient], ranks: Sequence[Address], bucket_bytes: int
+    pending: PendingVersion,
+    ready: Sequence[ServerClient],
+    links: LinkTable,
+    ranks: Sequence[Address],
+    bucket_bytes: int,
 ) -> list[Dispatch]:
-    """Plans the chains of the servers that hold the delta's base, and those of all others.
+    """Plans the chains of the servers that hold the delta's base, and those of all others that are not late.
 
-    Reliable servers come first. Slow ones follow, and nobody pulls from one that is slow to send.
+    If nobody is well, nobody is late: someone has to begin.
 
     Args:
+        ready: `in_order`.
         ranks: addresses of the trainer's ranks, each of which has one stripe.
     """
-    order = sorted(ready, key=chain_place)
-    with_base = [m for m in order if pending.deltas is not None and m.held == pending.base_version]
-    without = [m for m in order if m not in with_base]
+    fit = [client for client in ready if not client.is_suspect and client.name not in links.takes_slowly]
+    givers = [client for client in fit if client.name in links.gives_slowly]
+    returned = [client for client in fit if client.name in links.returned and client not in givers]
+    well = [client for client in fit if client not in givers and client not in returned]
+    last = [*returned, *givers[:1]] if well else []
+    order = [*well, *last] or list(ready)
+    with_base = [client for client in order if pending.deltas is not None and client.held == pending.base_version]
+    without = [client for client in order if client not in with_base]
     dispatches = []
     for clients, base_version in ((with_base, pending.base_version), (without, None)):
         if not clients:
@@ -46,13 +64,10 @@ def chained(
         num_bytes = sum(end - start for start, end in ranges)
         num_workers = sum(len(client.workers) for client in clients)
         bucket = chain.bucket_bytes(bucket_bytes, num_bytes // max(len(ranges), 1), num_workers)
-        num_slow = sum(client.standing.is_slow for client in clients)
-        num_slow = 0 if num_slow == len(clients) else num_slow
         routes = chain.chain(
             [client.workers for client in clients],
             list(zip(ranges, ranks, strict=False)),
-            num_reliable=sum(not client.is_suspect for client in clients[: len(clients) - num_slow]),
-            slow=[client.standing.gives_slowly for client in clients[len(clients) - num_slow :]],
+            num_last=sum(client in last for client in clients) % len(clients),
         )
         for client, route in zip(clients, routes, strict=True):
             dispatches.append(
@@ -63,59 +78,65 @@ def chained(
     return dispatches
 
 
-def joining(
+def late(
     pending: PendingVersion,
-    ready: Sequence[ServerClient],
-    holders: Sequence[ServerClient],
+    ready: Iterable[ServerClient],
+    holders: Iterable[ServerClient],
+    links: LinkTable,
     ranks: Sequence[Address],
     bucket_bytes: int,
+    *,
+    is_overdue: bool = False,
 ) -> list[Dispatch]:
-    """Plans separate pulls from the last servers that have the version or are pulling it.
+    """Plans the pulls of late servers that can begin now. The others wait for a server that is free.
 
-    The end of a chain forwards nothing, so its uplink is free. A pull from the trainer would take half of its uplink
-    from the chain.
+    A node takes the version once from elsewhere, and its other servers get it from there. The trainer gives to one at a
+    time, when no chain is under way.
 
     Args:
-        holders: reliable servers that have the version or are pulling it.
+        holders: servers that serve the version.
+        is_overdue: the version should have come long ago, so the trainer gives it to all that find no free server.
     """
-    origins = list(zip(pending.stripes, ranks, strict=False))
-    asked = frozenset[Address]().union(*(pull.sources for pull in pending.pulls.values()))
-    last_first = sorted(holders, key=chain_place, reverse=True)
-    dispatches = []
-    for client in ready:
-        near = [one for one in last_first if _may_give(pending.pulls.get(one.name), client, asked)]
-        near = [one for one in near if not one.standing.is_slow] or near
-        route = chain.join(client.workers, [one.workers for one in near[: chain.BACKUPS]], origins)
-        dispatches.append(
-            Dispatch(
-                client=client,
-                route=route,
-                num_bytes=pending.layout.num_bytes,
-                bucket_bytes=bucket_bytes,
-                is_chained=False,
-            )
-        )
+    pulls = list(pending.pulls.values())
+    free = [client for client in holders if client.name not in links.gives_slowly]
+    dispatches: list[Dispatch] = []
+    for client in sorted(ready, key=lambda client: _urgency(client, links)):
+        under_way = [*pulls, *dispatches]
+        busy = frozenset[Address]().union(*(pull.givers for pull in under_way))
+        own_node = [holder for holder in free if holder.node == client.node]
+        is_on_node = own_node or any(pull.client.node == client.node for pull in under_way)
+        givers = own_node if is_on_node else free
+        giver = next((holder for holder in givers if busy.isdisjoint(holder.workers)), None)
+        trainer_is_busy = any(pull.is_chained for pull in under_way) or not busy.isdisjoint(ranks)
+        if giver is None and (is_on_node or trainer_is_busy) and not is_overdue:
+            continue
+        dispatches.append(_late_pull(pending, client, giver, ranks, bucket_bytes))
     return dispatches
 
 
-def _may_give(pull: Dispatch | None, client: ServerClient, asked: frozenset[Address]) -> bool:
-    """Whether a server may be a source of one that joins.
-
-    Two servers that wait for each other's bytes would wait for ever. So a server that others ask for bytes, which joins
-    because its own pull failed, gets the version only from those that have it.
-
-    Args:
-        pull: the source's own update. None = it has the version.
-        asked: workers that others ask for bytes.
-    """
-    return pull is None or (pull.base_version is None and asked.isdisjoint(client.workers))
+def _urgency(client: ServerClient, links: LinkTable) -> tuple[bool, int]:
+    """Those that are soon free to give it on come first, then those that are furthest behind."""
+    return client.name in links.takes_slowly, -1 if client.serves is None else client.serves
 
 
-def expected_s(num_bytes: int, outcomes: Iterable[UpdateOutcome]) -> float:
-    """Returns the seconds that a healthy server would need for so many bytes, by its last updates. 0 = not known."""
-    reports = [
-        Report(server="", seconds=1e-3 * outcome.answer.transfer_ms / outcome.num_bytes, links=())
-        for outcome in outcomes
-        if outcome.answer is not None and outcome.num_bytes
-    ]
-    return num_bytes * healthy_s(reports)
+def _late_pull(
+    pending: PendingVersion,
+    client: ServerClient,
+    giver: ServerClient | None,
+    ranks: Sequence[Address],
+    bucket_bytes: int,
+) -> Dispatch:
+    """Of the difference, if the server holds its base, and its source took it, too."""
+    base_version = None
+    if pending.deltas is not None and client.held == pending.base_version:
+        base_version = pending.base_version if giver is None or giver.name in pending.took_delta else None
+    ranges = pending.ranges(base_version)
+    origins = list(zip(ranges, ranks, strict=False))
+    return Dispatch(
+        client=client,
+        route=chain.join(client.workers, [] if giver is None else [giver.workers], origins),
+        num_bytes=sum(end - start for start, end in ranges),
+        bucket_bytes=bucket_bytes,
+        base_version=base_version,
+        is_chained=False,
+    )

@@ -51,11 +51,11 @@ class GroupPlan:
 def planned_groups(dispatches: Iterable[Dispatch], ranks: Sequence[Address]) -> list[GroupPlan]:
     """Returns the groups over which these updates get most of their bytes: that of the ranks first, then the pairs.
 
-    Slow servers need none. Workers of one server are no pairs, because each keeps another shard.
+    Late servers need none. Workers of one server are no pairs, because each keeps another shard.
     """
     heads, pairs = dict[Address, None](), dict[tuple[Address, Address], None]()
     for dispatch in dispatches:
-        if dispatch.client.standing.is_slow or not dispatch.is_chained:
+        if not dispatch.is_chained:
             continue
         own = set(dispatch.client.workers)
         for worker, parts in zip(dispatch.client.workers, dispatch.route, strict=True):

@@ -8,24 +8,24 @@ import contextlib
 import functools
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import httpx
 import msgspec
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import (
-    HELD_UP,
     INFO_PATH,
-    OWN_LINK,
     PATH,
     STALE,
     Address,
+    Link,
     WeightInfo,
     WeightUpdateAnswer,
+    WeightUpdateFailure,
     WeightUpdateRequest,
 )
-from pipelinerl.weights.publish.standing import Standing
 from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,14 @@ UNREADABLE = (ValueError, RecursionError)
 """What decoding an answer raises: an error of msgspec, text that is not UTF-8, or deep nesting."""
 GONE = "gone"
 """Takes the place of a version if no process listens at the server's address."""
+
+
+class FailedPullError(WeightUpdateError):
+    """A server says that its update failed. ``links``: what its workers saw of their sources."""
+
+    def __init__(self, message: str, links: Sequence[Link]):
+        super().__init__(message)
+        self.links = tuple(links)
 
 
 @dataclass(eq=False)
@@ -51,8 +59,6 @@ class ServerClient:
     """It answers, and may be sent weights."""
     is_suspect: bool = False
     """It did not answer, failed or was held up, so others should not depend on it."""
-    standing: Standing = field(default_factory=Standing)
-    """Whether its links are slow."""
     is_expelled: bool = False
     """It missed its probe twice and is never used again in this run."""
     serves: int | None = None
@@ -61,8 +67,6 @@ class ServerClient:
     """Version of this sender whose bytes its workers hold."""
     update: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
-    gauge: asyncio.Task[None] | None = None
-    """Measures its uplink."""
     ended: int = 0
     """Number of ended updates. The result of a probe that began before an update ended is ignored."""
     last: "UpdateOutcome | None" = None
@@ -76,7 +80,7 @@ class ServerClient:
     @property
     def node(self) -> str:
         """Host of its workers. Its job does not always say the node: one that joined, or moved on Ray, has none."""
-        return self.workers[0].host
+        return self.workers[0].host if self.workers else ""
 
     @property
     def is_policy(self) -> bool:
@@ -90,19 +94,17 @@ class ServerClient:
         """Records the end of an update: the server now serves the version or is out of service.
 
         A server that was held up by others stays in service with the version that it has, and is sent this one again.
-        Nobody knows yet how fast it is itself, so others should not depend on it.
+        Others should not depend on it until it has one.
         """
         self.last, self.update = outcome, None
         self.ended += 1
         if outcome.answer is not None:
             self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
             self.is_suspect, self.refused_at = False, None
-        elif HELD_UP in outcome.error:
+        elif outcome.is_held_up:
             self.is_suspect = True
             log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
         elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
-            if OWN_LINK in outcome.error:
-                self.standing.fail(self.name, outcome.version)
             self.refused_at = time.monotonic() if self.refused_at is None else self.refused_at
             log.error(
                 "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error
@@ -151,7 +153,8 @@ class ServerClient:
             timeout_s: longer than that of the request: a slow server notices its own only between two buckets.
 
         Raises:
-            WeightUpdateError: the update failed, timed out, or ended with an answer that cannot be read.
+            FailedPullError: the server says that the update failed.
+            WeightUpdateError: it timed out, or ended with an answer that cannot be read.
         """
         timeout = httpx.Timeout(timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
@@ -166,14 +169,19 @@ class ServerClient:
         except httpx.HTTPError as error:
             raise WeightUpdateError(f"{self.name} at {self.job.url}: {error or type(error).__name__}") from error
         if response.status_code != 200:
-            raise WeightUpdateError(f"{self.name} answered {response.status_code}: {response.text[:500]}")
+            said = f"{self.name} answered {response.status_code}: {response.text[:500]}"
+            try:
+                failure = msgspec.json.decode(response.content, type=WeightUpdateFailure)
+            except UNREADABLE:
+                raise WeightUpdateError(said) from None
+            raise FailedPullError(said, failure.links)
         try:
             return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
         except UNREADABLE as error:
             raise WeightUpdateError(f"{self.name} answered 200 and no weight update's answer: {error}") from error
 
     async def close(self) -> None:
-        for task in (self.update, self.watch, self.gauge):
+        for task in (self.update, self.watch):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, WeightUpdateError):
@@ -191,6 +199,8 @@ class UpdateOutcome:
     seconds: float
     answer: WeightUpdateAnswer | None = None
     error: str = ""
+    is_held_up: bool = False
+    """It failed, and not through a fault of its own link."""
 
 
 @functools.cache

@@ -105,7 +105,7 @@ class Publishing:
         self._failing_since = None
         spans.record("publish", f"version {pending.version}", began, time.time_ns(), bytes=num_bytes)
         self._published = (time.monotonic(), num_bytes)
-        pending.start((client.name for client in pool if client.is_up), {})
+        pending.start(client.name for client in pool if client.is_up)
         self._wake()
         try:
             await self._within_timeout(lambda: self._publisher.clean(pool.reading))

@@ -4,9 +4,8 @@ The plan of the next one (which buffers stay, whether it is encoded as a differe
 says where a version's bytes are, and who still pulls them.
 """
 
-import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +13,6 @@ from typing import Literal
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address, Description
 from pipelinerl.weights.publish.server_client import ServerClient
-from pipelinerl.weights.publish.standing import Report, Standing
 from pipelinerl.weights.transfer import chain
 
 RETRY = 64
@@ -85,9 +83,12 @@ class Dispatch:
     """The server gets the version together with others. False = later, from those that have it."""
 
     @property
-    def sources(self) -> frozenset[Address]:
-        """From where the server may get bytes."""
-        return frozenset(address for worker in self.route for one in worker for address in one.sources)
+    def givers(self) -> frozenset[Address]:
+        """The sources that its workers have first, but for one another."""
+        own = set(self.client.workers)
+        return frozenset(
+            next(source for source in one.sources if source not in own) for worker in self.route for one in worker
+        )
 
 
 @dataclass(eq=False)
@@ -111,12 +112,13 @@ class PendingVersion:
     """What the ranks say about their stripes. None = it is not needed."""
     pulls: dict[str, Dispatch] = field(default_factory=dict)
     """The updates under way, by server."""
-    reports: dict[int | None, list[Report]] = field(default_factory=dict)
-    """How the servers of each chain got it, by the base version of the chain."""
-    standings: dict[str, Standing] = field(default_factory=dict)
-    """The standing of each server when the version was offered."""
+    took_delta: set[str] = field(default_factory=set)
+    """Servers that took it as a difference, and can pass that on."""
+    update: int = 0
+    """`links.LinkTable.update` in which it was offered."""
     _pending: set[str] | None = None
     """None until the version has been offered to the servers."""
+    _offered: float = 0.0
     _first: float | None = None
 
     def add_deltas(self, described: Sequence[Description]) -> None:
@@ -138,9 +140,13 @@ class PendingVersion:
     def is_new(self) -> bool:
         return self._pending is None
 
-    def start(self, names: Iterable[str], standings: Mapping[str, Standing]) -> None:
-        self._pending = set(names)
-        self.standings = {name: copy.copy(standing) for name, standing in standings.items()}
+    def start(self, names: Iterable[str], update: int = 0) -> None:
+        self._pending, self._offered, self.update = set(names), time.monotonic(), update
+
+    @property
+    def offered_s(self) -> float:
+        """Seconds since it was offered."""
+        return time.monotonic() - self._offered
 
     def reopen(self) -> None:
         """Makes the offer a new one, because its version must be delivered again."""

@@ -16,8 +16,6 @@ import torch
 
 from pipelinerl.weights.protocol import Runs
 
-MEASURED_S = 0.25
-"""A rate over a shorter time is not one: buffers and bursts make it look higher."""
 REMEMBERED = 16
 """So many withdrawn keys are known as such. Older ones are unknown keys again."""
 
@@ -45,23 +43,6 @@ class Range:
     upto: int
     runs: tuple[Runs, ...] = ()
     """Of a shard: where its bytes lie in the payload."""
-    began: float = 0.0
-    """When its bytes began to arrive. 0 = they were there from the start."""
-    moved: float = 0.0
-    """When the last of them came."""
-    upstream_rate: float = 0.0
-    """Highest mean rate of a server from which they come, directly or not. 0 = not known."""
-    is_limited: bool = False
-    """No source gives them faster, or our own link is the limit."""
-
-    def set_upstream(self, upstream_rate: float, *, is_limited: bool) -> None:
-        """Records what those who pull this range from us must know."""
-        self.upstream_rate, self.is_limited = upstream_rate, is_limited
-
-    def mean_rate(self, now: float) -> float:
-        """Returns the bytes per second at which they came. 0 = there is nothing to measure yet."""
-        seconds = (self.moved if self.upto == self.end else now) - self.began
-        return (self.upto - self.start) / seconds if self.began and seconds >= MEASURED_S else 0.0
 
 
 @dataclass(eq=False)
@@ -108,10 +89,7 @@ class BufferRegistry:
 
     def receive(self, key: str, buffer: torch.Tensor, ranges: Iterable[Range], *, shard: str = "") -> Item:
         """Adds an empty item that will be filled in these ranges."""
-        item = Item(key, buffer, 0, tuple(ranges), shard)
-        for part in item.ranges:
-            part.began = part.moved = time.monotonic()
-        return self._put(item)
+        return self._put(Item(key, buffer, 0, tuple(ranges), shard))
 
     def _put(self, item: Item) -> Item:
         self.withdraw(item.key)
@@ -125,7 +103,7 @@ class BufferRegistry:
     def advance(self, item: Item, part: int, upto: int) -> None:
         """Marks the bytes below ``upto`` of range number ``part`` as there."""
         with self._changed:
-            item.ranges[part].upto, item.ranges[part].moved = upto, time.monotonic()
+            item.ranges[part].upto = upto
             self._changed.notify_all()
 
     def withdraw(self, *keys: str) -> None:

@@ -6,8 +6,9 @@ carries every byte twice. It is faster only if the model is smaller than (number
 (docs/algorithms.md §11). A broadcast group fails as a whole with its first member.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from pipelinerl.weights.protocol import Address, PayloadRange
 
@@ -20,6 +21,7 @@ PIPELINE_SHARE = 16
 MIN_BUCKET_BYTES = 128 << 10
 """Smaller buckets cost more in calls than they gain."""
 
+T = TypeVar("T")
 Server = Sequence[Address]
 """Addresses of one server's workers."""
 Stripe = tuple[tuple[int, int], Address]
@@ -46,42 +48,50 @@ def bucket_bytes(largest: int, num_bytes: int, num_workers: int) -> int:
     return max(min(largest, max(fine, MIN_BUCKET_BYTES)), 64)
 
 
-def chain(
-    servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable: int | None = None, slow: Sequence[bool] = ()
-) -> list[Route]:
+def chain(servers: Sequence[Server], origins: Sequence[Stripe], *, num_last: int = 0) -> list[Route]:
     """Returns the routes of servers that all lack the same bytes.
 
+    The chain of a stripe goes through a node before it enters the next. A server is on the host of its first worker.
+
     Args:
-        servers: the most reliable first.
         origins: every stripe and its source. The chain of each stripe begins at another server, so that no link carries
             the beginning of all chains.
-        num_reliable: the servers after so many are the last of every chain. None = all that are not slow.
-        slow: so many servers, the last ones, follow the last reliable server. Of each whether nobody pulls from it.
+        num_last: so many servers, the last ones, are the end of every chain.
     """
     ranges: list[list[list[PayloadRange]]] = [[[] for _ in server] for server in servers]
-    links = len(servers) - len(slow)
-    reliable = links if num_reliable is None else num_reliable
+    beginning = len(servers) - num_last
+    hosts = [server[0].host for server in servers]
+    nodes = by_node(range(beginning), lambda index: hosts[index])
     for stripe, ((start, end), origin) in enumerate(origins):
-        first = stripe * reliable // len(origins)
-        order = [*range(first, reliable), *range(first), *range(reliable, links)]
         before: list[Server] = []
-        for index in order:
+        for index in [*_beginning_at(nodes, stripe * beginning // len(origins)), *range(beginning, len(servers))]:
             for worker in range(len(servers[index])):
                 sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
                 ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
             before.append(servers[index])
-        before = before[: reliable or links]
-        for index, gives_slowly in enumerate(slow, links):
-            for worker in range(len(servers[index])):
-                sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
-                ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
-            if not gives_slowly:
-                before.append(servers[index])
     return [tuple(tuple(worker) for worker in server) for server in ranges]
 
 
+def by_node(servers: Iterable[T], node: Callable[[T], str]) -> list[list[T]]:
+    """Groups servers by their node, in the order in which they come."""
+    nodes: dict[str, list[T]] = {}
+    for server in servers:
+        nodes.setdefault(node(server), []).append(server)
+    return list(nodes.values())
+
+
+def _beginning_at(nodes: Sequence[Sequence[int]], place: int) -> list[int]:
+    """Returns all servers node by node, beginning with the one at this place. The rest of its node follows it."""
+    for number, node in enumerate(nodes):
+        if place < len(node):
+            others = [*nodes[number + 1 :], *nodes[:number]]
+            return [*node[place:], *node[:place], *(index for other in others for index in other)]
+        place -= len(node)
+    return []
+
+
 def join(server: Server, holders: Sequence[Server], origins: Sequence[Stripe]) -> Route:
-    """Returns the route of a late server: from ``holders``, which have the bytes already, then from the trainer."""
+    """Returns the route of a late server: from ``holders``, which have all bytes, then from the trainer."""
     ranges: list[tuple[PayloadRange, ...]] = []
     for worker in range(len(server)):
         near = _near(server, worker, holders)

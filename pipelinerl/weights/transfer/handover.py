@@ -13,6 +13,14 @@ PATIENCE_S = 30.0
 _replies: msgspec.json.Decoder[Staged | Failed] = msgspec.json.Decoder(Staged | Failed)
 
 
+class TransferError(WireError):
+    """A worker's transfer failed. ``links``: what the worker saw of its sources."""
+
+    def __init__(self, failed: Failed):
+        super().__init__(failed.error)
+        self.links = failed.links
+
+
 class Handover:
     """One update of one worker."""
 
@@ -25,7 +33,8 @@ class Handover:
         """Blocks until the update is staged.
 
         Raises:
-            WireError: the worker is gone or frozen, the transfer failed, or ``give_up`` was called.
+            TransferError: the transfer failed.
+            WireError: the worker is gone or frozen, or ``give_up`` was called.
         """
         self._connection = connection = Connection.dial(self._address, self._secret, PATIENCE_S)
         try:
@@ -42,7 +51,7 @@ class Handover:
         finally:
             connection.close()
         if isinstance(reply, Failed):
-            raise WireError(reply.error)
+            raise TransferError(reply)
         return reply
 
     def give_up(self) -> None:

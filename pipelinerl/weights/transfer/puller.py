@@ -1,8 +1,9 @@
 """Pulls one part of a payload from the nearest source that delivers.
 
 Consumes: the part's sources, in order. Produces: bytes in an item of the registry, as they arrive, and what it saw of
-each source. Waits for: bytes. It leaves a source that is dead, silent for ``stall_s``, or slow (`source_choice`), and
-continues with another one at the offset reached. A file in the store is a source, too.
+each source. Waits for: bytes. It leaves a source that is dead or silent for ``stall_s``, and continues with the next
+one at the offset reached. It never leaves a slow one: the trainer gives it another one for the next version, if the
+source was at fault (`publish.links`). A file in the store is a source, too.
 Ends: at the last byte, or when its caller's check raises.
 """
 
@@ -10,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -24,7 +26,6 @@ from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport,
 from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, Range
 from pipelinerl.weights.transfer.nccl import Group, Groups
 from pipelinerl.weights.transfer.source import BEATS
-from pipelinerl.weights.transfer.source_choice import Sight, SourceChoice
 from pipelinerl.weights.transfer.wire import (
     DATA,
     GONE,
@@ -41,15 +42,13 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 """Pause between two rounds over sources that all failed."""
+AHEAD_BUCKETS = 2
+"""A source that has so many buckets more than have come is ahead: the next one is already on its way to us."""
 _progress = msgspec.json.Decoder(Progress)
 
 
 class SourceError(WeightUpdateError):
     """This source does not deliver. Another one may."""
-
-
-class SlowSourceError(SourceError):
-    """This source delivers slowly. Another one was chosen."""
 
 
 class OtherBytesError(SourceError):
@@ -69,6 +68,37 @@ class DamagedFileError(WeightUpdateError):
 
 
 ByteSource = Address | StoredFile
+
+
+@dataclass
+class LinkClock:
+    """Measures the link from one source: for how long its bytes came, and for how long the source was ahead of us."""
+
+    first: int
+    """Place of the first byte that is asked of it."""
+    upto: int
+    """Place up to which bytes have come."""
+    end: int
+    """End of the part."""
+    ahead_bytes: int
+    began: float
+    at: float
+    """When the newest message came."""
+    ahead_s: float = 0.0
+    is_ahead: bool = False
+    """The newest message said so: the link is the limit."""
+
+    def see(self, source_end: int, now: float) -> None:
+        """Takes a message: the source has all bytes below ``source_end``. It came behind those below ``upto``."""
+        was_ahead, self.is_ahead = self.is_ahead, source_end >= min(self.upto + self.ahead_bytes, self.end)
+        if was_ahead and self.is_ahead:
+            self.ahead_s += now - self.at
+        self.at = now
+
+    def stop(self, now: float) -> None:
+        """Ends with the last byte, behind which no message comes. The silence of a source that fails is no limit."""
+        if self.is_ahead:
+            self.ahead_s += now - self.at
 
 
 class Puller:
@@ -92,9 +122,15 @@ class Puller:
         """Sources that do not keep the shard of this name."""
 
     def pull(
-        self, request: Request, item: Item, number: int, sources: Sequence[ByteSource], check: Callable[[str], None]
-    ) -> list[Link]:
-        """Fills range ``number`` of ``item``. Returns what it saw of its sources.
+        self,
+        request: Request,
+        item: Item,
+        number: int,
+        sources: Sequence[ByteSource],
+        check: Callable[[str], None],
+        links: list[Link],
+    ) -> None:
+        """Fills range ``number`` of ``item``. Adds what it saw of its sources to ``links``, also if it fails.
 
         Args:
             sources: nearest first, the trainer last.
@@ -104,24 +140,15 @@ class Puller:
             DamagedFileError: the store has other bytes than were published.
             WeightUpdateError: what ``check`` raised.
         """
-        part, fails, reason = item.ranges[number], 0, ""
+        part, index, fails, reason = item.ranges[number], 0, 0, ""
         sources = [source for source in sources if (source, item.shard) not in self._others]
-        choice = SourceChoice(
-            len(sources),
-            start=part.upto,
-            end=part.end,
-            bucket_bytes=request.bucket_bytes,
-            expected_s=request.expected_s,
-            roams=request.roams,
-        )
         while part.upto < part.end:
             check(reason)
             if fails and fails % len(sources) == 0:
                 time.sleep(PAUSE_S)
-            source = sources[choice.index]
+            source = sources[index]
             try:
-                self._pull_from(source, request, item, number, check, choice, is_trainer=source == sources[-1])
-                reason = ""
+                self._pull_from(source, request, item, number, check, links, is_trainer=source == sources[-1])
             except BrokenGroupError as error:
                 log.warning("event=nccl_group_left version=%d source=%s reason=%s", request.version, source, error)
                 self._hang_up()
@@ -131,19 +158,14 @@ class Puller:
                 reason = ""
             except (WireError, StoreError) as error:
                 reason = f"{source}: {error}"
-                choice.die()
             except SourceError as error:
                 reason = f"{source} {error}"
-                if isinstance(error, SlowSourceError):
-                    fails -= 1  # the choice has moved
             if part.upto < part.end:
                 if reason:
                     log.info("event=weight_source_left version=%d at=%d reason=%s", request.version, part.upto, reason)
                 self._hang_up()
                 fails += 1
-                if sources[choice.index] == source:
-                    choice.fail()
-        return _links(sources, choice, part)
+                index = (index + 1) % len(sources)
 
     def interrupt(self) -> None:
         """Makes the current pull call its ``check`` now. Any thread may call it."""
@@ -182,18 +204,38 @@ class Puller:
         item: Item,
         number: int,
         check: Callable[[str], None],
-        choice: SourceChoice,
+        links: list[Link],
         *,
         is_trainer: bool,
     ) -> None:
         if isinstance(source, StoredFile):
             self._read(source, request, item, number, check)
             return
-        part = item.ranges[number]
+        part, now = item.ranges[number], time.monotonic()
+        clock = LinkClock(part.upto, part.upto, part.end, AHEAD_BUCKETS * request.bucket_bytes, began=now, at=now)
         group = self._groups.over(source) if request.transport == "nccl" else None
+        try:
+            self._receive(source, request, item, number, check, clock, group, is_trainer=is_trainer)
+        finally:
+            if clock.upto > clock.first or clock.ahead_s:
+                links.append(_link(source, request, group, clock, part))
+
+    def _receive(
+        self,
+        source: Address,
+        request: Request,
+        item: Item,
+        number: int,
+        check: Callable[[str], None],
+        clock: LinkClock,
+        group: Group | None,
+        *,
+        is_trainer: bool,
+    ) -> None:
+        part = item.ranges[number]
         bucket_transport = self._transport(request, source, group)
         connection = self._connected(source, request)
-        asked = known_at = time.monotonic()
+        known_at = time.monotonic()
         connection.send_message(_question(request, item, part, group))
         while part.upto < part.end:
             kind, length = connection.receive()
@@ -208,13 +250,13 @@ class Puller:
                         raise BrokenGroupError(str(error)) from error
                     raise
                 self._pace(length)
-                choice.took(length)
+                clock.upto = end
                 self._registry.advance(item, number, end)
             elif kind == MESSAGE:
-                _judge(choice, connection.read_message(length, _progress), part, asked)
+                clock.see(connection.read_message(length, _progress).end, time.monotonic())
             elif kind == GONE and is_trainer:
-                why = f": {OWN_LINK}" if choice.is_own_limit else ""
-                raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}{why}")
+                why = OWN_LINK if clock.is_ahead else HELD_UP
+                raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}: {why}")
             elif kind == NO_GROUP and group is not None:
                 group.break_up()
                 raise BrokenGroupError(f"{source} has left it")
@@ -228,7 +270,8 @@ class Puller:
                 raise SourceError(f"sent a frame of kind {kind}")
             if kind != UNKNOWN:
                 known_at = time.monotonic()
-            check(f"{OWN_LINK if choice.is_own_limit else HELD_UP}: {source} was sending")
+            check(f"{OWN_LINK if clock.is_ahead else HELD_UP}: {source} was sending")
+        clock.stop(time.monotonic())
 
     def _transport(self, request: Request, source: Address, group: Group | None) -> BucketTransport:
         if group is not None:
@@ -274,38 +317,15 @@ def _question(request: Request, item: Item, part: Range, group: Group | None) ->
     )
 
 
-def _judge(choice: SourceChoice, progress: Progress, part: Range, asked: float) -> None:
-    """Takes what the source says, and leaves on the registry what our own pullers must know.
-
-    Raises:
-        SlowSourceError: another source was chosen.
-    """
-    now = time.monotonic()
-    reason = choice.see(
-        Sight(
-            at=now,
-            upto=part.upto,
-            source_end=progress.end,
-            held_s=now - asked - progress.sent_s,
-            best_rate=progress.best_rate,
-            pullers=progress.pullers,
-            given=progress.given,
-            source_is_limited=progress.is_limited,
-        )
+def _link(source: Address, request: Request, group: Group | None, clock: LinkClock, part: Range) -> Link:
+    return Link(
+        source=source,
+        transport=_without_group(request.transport) if group is None else request.transport,
+        num_bytes=clock.upto - clock.first,
+        part_bytes=part.end - part.start,
+        seconds=time.monotonic() - clock.began,
+        ahead_s=clock.ahead_s,
     )
-    part.set_upstream(choice.healthy_rate, is_limited=choice.is_limited)
-    if reason:
-        raise SlowSourceError(reason)
-
-
-def _links(sources: Sequence[ByteSource], choice: SourceChoice, part: Range) -> list[Link]:
-    """Returns what was seen of every source that was asked, except for files."""
-    seen = zip(sources, choice.shares(part.end - part.start), choice.shared, strict=True)
-    return [
-        Link(source=source, share=share, whole_s=whole_s, is_shared=is_shared)
-        for source, (share, whole_s), is_shared in seen
-        if isinstance(source, Address) and (share or whole_s)
-    ]
 
 
 def _fill(reader: OpenFile, bucket: torch.Tensor, digest: "hashlib._Hash") -> int:

@@ -288,7 +288,7 @@ class Receiver:
             transfer.check()
         except Exception as error:  # noqa: BLE001 — the thread's boundary: the error becomes the transfer's
             log.warning("event=weight_transfer_failed version=%d error=%s", transfer.request.version, error)
-            transfer.close(Failed(error=f"{type(error).__name__}: {error}"))
+            transfer.close(Failed(error=f"{type(error).__name__}: {error}", links=tuple(transfer.links)))
             return
         transfer_ms, prepare_ms = 1e3 * (received - started), 1e3 * (time.monotonic() - received)
         transfer.close(
@@ -337,7 +337,7 @@ class Receiver:
         def pull(number: int) -> None:
             try:
                 sources = ranges[number].all_sources
-                transfer.links += transfer.pullers[number].pull(request, item, number, sources, transfer.check)
+                transfer.pullers[number].pull(request, item, number, sources, transfer.check, transfer.links)
             except Exception as error:  # noqa: BLE001 — the thread's boundary: one pull that fails fails the transfer
                 transfer.stop(str(error))
 

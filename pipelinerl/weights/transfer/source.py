@@ -1,8 +1,8 @@
 """Serves a process's buffer registry to pullers. Each trainer rank and each server worker has one source server.
 
-Consumes: connections with questions (`Get`, `Gauge`, at a worker `PullUpdate` from its own server, at a trainer rank
-`Describe` and `Write` from rank 0, and `Sum` from servers' workers).
-Produces: available bytes, and several times a second between them what the puller must know to judge this source.
+Consumes: connections with questions (`Get`, at a worker `PullUpdate` from its own server, at a trainer rank `Describe`
+and `Write` from rank 0, and `Sum` from servers' workers).
+Produces: available bytes, and several times a second between them how far this process is.
 Waits for: bytes on the registry, pullers. Each puller has its own thread, so a frozen puller does not delay others.
 Ends: at ``close``.
 """
@@ -27,7 +27,6 @@ from pipelinerl.weights.protocol import (
     Describe,
     Description,
     Failed,
-    Gauge,
     Get,
     Joined,
     JoinGroup,
@@ -41,8 +40,8 @@ from pipelinerl.weights.protocol import (
     Write,
     Written,
 )
-from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport, NcclTransport, TcpTransport
-from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, OtherShardError, WithdrawnError
+from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport, NcclTransport
+from pipelinerl.weights.transfer.buffers import BufferRegistry, OtherShardError, WithdrawnError
 from pipelinerl.weights.transfer.gathering import gathered
 from pipelinerl.weights.transfer.nccl import Groups, VllmNccl
 from pipelinerl.weights.transfer.wire import (
@@ -69,7 +68,7 @@ OLDER_SHARE = 10
 """A puller of an older version gets at most 1 / this of the uplink while others pull the newest."""
 TELL_S, IDLE_TELL_S = 0.1, 0.25
 """Longest time between two messages to a puller, while bytes go to it and while there are none."""
-_questions: msgspec.json.Decoder[Get | Gauge | JoinGroup | Order] = msgspec.json.Decoder(Question)
+_questions: msgspec.json.Decoder[Get | JoinGroup | Order] = msgspec.json.Decoder(Question)
 
 
 class PendingWork(Protocol):
@@ -119,10 +118,8 @@ class SourceServer:
         self._newest = ""
         """Key of the version that goes first. Empty = all are alike."""
         self._connections: set[Connection] = set()
-        self._pullers: Counter[tuple[str, int]] = Counter()
-        """Connections that pull a part, by key and end."""
-        self._sent: Counter[tuple[str, int]] = Counter()
-        """Bytes that they have got."""
+        self._pulled: Counter[str] = Counter()
+        """Connections over which a key is pulled."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, name="weight-listener", daemon=True)
@@ -180,13 +177,11 @@ class SourceServer:
             kind, length = connection.receive()
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a question")
-            question: Get | Gauge | JoinGroup | Order = connection.read_message(length, _questions)
+            question: Get | JoinGroup | Order = connection.read_message(length, _questions)
             connection.set_patience(PULLER_PATIENCE_S)
             match question:
                 case Get():
                     self._answer_get(connection, question, transports)
-                case Gauge():
-                    self._send_zeros(connection, question)
                 case JoinGroup():
                     self._join(connection, question)
                 case PullUpdate() | Describe() | Sum() | Write():
@@ -221,11 +216,11 @@ class SourceServer:
             if get.transport not in transports:
                 transports[get.transport] = TRANSPORTS[get.transport](self._device)
             bucket_transport = transports[get.transport]
-        with self._counted(get.key, get.end):
+        with self._counted(get.key):
             self._send_bytes(connection, get, bucket_transport)
 
     def _send_bytes(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
-        start, asked, told = get.start, time.monotonic(), -math.inf
+        start, told = get.start, -math.inf
         while start < get.end:
             end = min(start + get.bucket_bytes, get.end)
             try:
@@ -235,7 +230,8 @@ class SourceServer:
                     connection.send(UNKNOWN)
                 elif item is None or time.monotonic() - told >= TELL_S:
                     told = time.monotonic()
-                    connection.send_message(self._progress(here, get, start, told - asked))
+                    is_shard = here.shard == get.shard
+                    connection.send_message(Progress(end=here.filled(start) if is_shard else get.end))
                 if item is None:
                     continue
                 with self._registry.reading(item, connection):
@@ -243,8 +239,6 @@ class SourceServer:
                     bucket = item.slice(start, end) if is_shard else gathered(item, get.runs, start, end)
                     began = time.monotonic()
                     self._send_bucket(connection, bucket, bucket_transport)
-                with self._lock:
-                    self._sent[get.key, get.end] += end - start
                 self._leave_uplink(get, time.monotonic() - began)
             except WithdrawnError:
                 connection.send(GONE)
@@ -259,7 +253,7 @@ class SourceServer:
         if self._is_newest(get.key):
             return
         with self._lock:
-            is_wanted = any(self._is_newest(key) for key, _ in self._pullers)
+            is_wanted = any(self._is_newest(key) for key in self._pulled)
         if is_wanted:
             time.sleep(min(seconds * (OLDER_SHARE - 1), get.beat_s))
 
@@ -268,36 +262,16 @@ class SourceServer:
         return not self._newest or key == self._newest or key.startswith(f"{self._newest}-")
 
     @contextlib.contextmanager
-    def _counted(self, key: str, end: int) -> Iterator[None]:
+    def _counted(self, key: str) -> Iterator[None]:
         with self._lock:
-            self._pullers[key, end] += 1
+            self._pulled[key] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._pullers[key, end] -= 1
-                if not self._pullers[key, end]:
-                    del self._pullers[key, end], self._sent[key, end]
-
-    def _progress(self, item: Item, get: Get, start: int, sent_s: float) -> Progress:
-        is_shard, now = item.shard == get.shard, time.monotonic()
-        part = next((p for p in item.ranges if is_shard and p.start <= start < p.end), None)
-        return Progress(
-            end=item.filled(start) if is_shard else get.end,
-            sent_s=sent_s,
-            best_rate=0.0 if part is None else max(part.mean_rate(now), part.upstream_rate),
-            pullers=self._pullers[get.key, get.end],
-            given=self._sent[get.key, get.end],
-            is_limited=part is not None and part.is_limited,
-        )
-
-    def _send_zeros(self, connection: Connection, gauge: Gauge) -> None:
-        """Sends zeros, at the rate of this process's uplink."""
-        bucket, bucket_transport = torch.zeros(gauge.bucket_bytes, dtype=torch.uint8), TcpTransport()
-        for _ in range(gauge.num_bytes // gauge.bucket_bytes):
-            self._pace(bucket.numel())
-            connection.send_header(DATA, bucket.numel())
-            bucket_transport.send_bucket(connection, bucket)
+                self._pulled[key] -= 1
+                if not self._pulled[key]:
+                    del self._pulled[key]
 
     def _send_bucket(self, connection: Connection, bucket: torch.Tensor, bucket_transport: BucketTransport) -> None:
         self._pace(bucket.numel())

@@ -5,7 +5,8 @@ import pytest
 from benchmarks.stall import STEPS, cases, placed, spread, summary_of
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.publish.dispatch import chained
+from pipelinerl.weights.publish.dispatch import chained, in_order
+from pipelinerl.weights.publish.links import LinkTable
 from pipelinerl.weights.publish.server_client import ServerClient
 from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.world import Job
@@ -23,7 +24,8 @@ def test_real_server_of_sixteen_has_its_place_in_the_chain(place: str, before: i
     for port, client in enumerate(clients):
         client.workers = (Address("h", port),)
     pending = PendingVersion(1, Layout(()), stripes=((0, 1 << 20),))
-    order = [dispatch.client.name for dispatch in chained(pending, clients, [Address("trainer", 0)], 1 << 20)]
+    dispatches = chained(pending, in_order(clients, 0), LinkTable(), [Address("trainer", 0)], 1 << 20)
+    order = [dispatch.client.name for dispatch in dispatches]
     assert order.index("actor_llm_0") == before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.lease import PROTOCOL, Lease
 from pipelinerl.membership.registration import Registration, pause_s
 from pipelinerl.membership.stores import FolderStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
@@ -63,6 +63,12 @@ def test_role_without_a_sign_of_life_is_seen_as_gone(store, register) -> None:
         until(lambda: "actor_llm_0" not in watch.servers("actor_llm"))
     finally:
         watch.close()
+
+
+def test_role_of_another_protocol_is_named(store, caplog: pytest.LogCaptureFixture) -> None:
+    store.renew(Lease(name="actor_llm_7", incarnation="old", ttl_s=60, url="http://a:1", protocol=PROTOCOL - 1))
+    MembershipWatch(store, ()).close()
+    assert f"event=member_not_used name=actor_llm_7 protocol={PROTOCOL - 1} ours={PROTOCOL}" in caplog.messages
 
 
 def test_changes_are_seen_at_once(store, register) -> None:

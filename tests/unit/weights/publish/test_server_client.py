@@ -61,11 +61,11 @@ async def test_update_that_ends_with_any_error_ends_so_that_the_server_is_sent_t
 
     ended: list[Any] = []
     pushing = Pushing(cast(Any, None), SenderSettings(secret="x"), sender="t", wake=lambda: ended.append("woken"))
-    pending: Any = SimpleNamespace(end=lambda name, is_served: ended.append((name, is_served)))
+    pending: Any = SimpleNamespace(end=lambda name, is_served: ended.append((name, is_served)), update=1)
     async with client_of(answer) as client:
         client.update = asyncio.current_task()
-        dispatch: Any = SimpleNamespace(client=client, num_bytes=4)
-        await pushing._update(dispatch, pending, REQUEST, cast(Any, None))
+        dispatch: Any = SimpleNamespace(client=client, num_bytes=4, givers=frozenset(), is_chained=True)
+        await pushing._update(dispatch, pending, REQUEST, cast(Any, []))
         assert client.update is None
         assert client.last is not None
         assert client.last.error == "a at http://server: ZeroDivisionError: a proxy's own"

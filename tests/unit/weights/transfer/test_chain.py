@@ -63,24 +63,18 @@ def test_cost_of_chain_and_star_by_hand() -> None:
     assert chain_s(64e6, 1, wire, bucket=0.25e6, stripes=4) == pytest.approx(2)
 
 
-def test_suspect_servers_are_the_last_of_every_stripes_chain() -> None:
+def test_last_servers_are_the_end_of_every_stripes_chain() -> None:
     origins = [((0, 50), ORIGIN), ((50, 100), Address("rank1", 1))]
-    routes = chain([[worker(i)] for i in range(3)], origins, num_reliable=2)
+    routes = chain([[worker(i)] for i in range(3)], origins, num_last=1)
     assert [sources(route, part=0)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1"]
     assert [sources(route, part=1)[0] for route in routes] == ["s1:1", "rank1:1", "s0:1"]
 
 
-def test_slow_servers_follow_the_last_healthy_one_and_nobody_pulls_from_those_that_are_slow_to_send() -> None:
-    routes = chain([[worker(i)] for i in range(6)], [((0, 100), ORIGIN)], slow=[True, False, True])
-    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1", "s2:1", "s4:1"]
-    assert sources(routes[5]) == ["s4:1", "s2:1", "s1:1", "s0:1", "trainer:1"]
-
-
-def test_slow_servers_pull_from_a_healthy_one_and_not_from_one_that_failed() -> None:
-    routes = chain([[worker(i)] for i in range(4)], [((0, 100), ORIGIN)], num_reliable=2, slow=[False])
-    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s1:1"]
-
-
-def test_servers_that_are_slow_to_send_pull_from_the_last_healthy_one_alone() -> None:
-    routes = chain([[worker(i)] for i in range(7)], [((0, 100), ORIGIN)], slow=[True] * 6)
-    assert [sources(route) for route in routes[1:]] == [["s0:1", "trainer:1"]] * 6
+def test_chains_of_stripes_go_node_by_node_wherever_they_begin() -> None:
+    servers = [[Address(node, number)] for number in (1, 2, 3) for node in "ab"]
+    origins = [((10 * stripe, 10 * stripe + 10), Address("trainer", stripe)) for stripe in range(3)]
+    routes = chain(servers, origins)
+    for stripe, head in enumerate(["a:1", "a:3", "b:2"]):  # in the order of nodes: a:1, a:2, a:3, b:1, b:2, b:3
+        before = {str(server[0]): sources(route, part=stripe)[0] for server, route in zip(servers, routes, strict=True)}
+        assert before[head] == f"trainer:{stripe}"
+        assert sum(source[0] not in (server[0], "t") for server, source in before.items()) == 1

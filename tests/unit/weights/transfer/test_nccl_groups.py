@@ -16,6 +16,7 @@ from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import Address, Failed, WeightUpdateAnswer, WeightUpdateRequest
 from pipelinerl.weights.publish.delivery import Pushing
 from pipelinerl.weights.publish.dispatch import chained
+from pipelinerl.weights.publish.links import HEADS, LinkTable
 from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, planned_groups, rounds
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
@@ -85,8 +86,9 @@ class Run:
         pending = PendingVersion(version, layout, tuple(model_stripes(layout, len(self.origins))))
 
         async def deliver() -> None:
-            await self.pushing.deliver(pending, cast(ServerPool, Unchecked(self.servers)))
-            await asyncio.gather(*(one.update for one in self.servers if one.update is not None))
+            for _ in ("the chains", "late servers, which failed before"):
+                await self.pushing.deliver(pending, cast(ServerPool, Unchecked(self.servers)))
+                await asyncio.gather(*(one.update for one in self.servers if one.update is not None))
 
         asyncio.run(deliver())
         for server in self.servers:
@@ -156,13 +158,14 @@ def count(monkeypatch: pytest.MonkeyPatch, servers: int, tp: int, ranks: int, pu
     """Makes pushes, of which some are aborted by a server, each by another one."""
     network = Network()
     with running(monkeypatch, network, servers, tp, ranks) as run:
-        assert run.push(0) == []
-        formed, whole = network.connects, servers * run.rows * COLUMNS
-        assert network.num_bytes > whole / 2  # on a busy machine some leave a slow link for one without a group
-        assert run.push(1) == []
+        whole = servers * run.rows * COLUMNS
+        for version in range(HEADS):  # the chains of the first updates begin at different servers
+            assert run.push(version) == []
+        formed = network.connects
+        assert network.num_bytes > HEADS * whole / 2  # a link may have no group
+        assert run.push(HEADS) == []
         assert network.connects == formed
-        assert network.num_bytes > whole
-        for version in range(2, pushes):
+        for version in range(HEADS + 1, pushes):
             is_aborted = version % (pushes // aborted) == 0
             if is_aborted:
                 run.servers[version % servers].is_aborted = True
@@ -191,7 +194,7 @@ def test_plan_counts_the_communicators_of_every_layout(servers: int, tp: int, ra
     layout = Layout((spec_of("w", torch.empty(ranks << 20, dtype=torch.uint8, device="meta")),))
     pending = PendingVersion(0, layout, tuple(model_stripes(layout, ranks)))
     addresses = [Address("trainer", 1 + rank) for rank in range(ranks)]
-    plans = planned_groups(chained(pending, clients, addresses, 1 << 20), addresses)
+    plans = planned_groups(chained(pending, clients, LinkTable(), addresses, 1 << 20), addresses)
     counts = Counter(member for plan in plans for member in plan.members)
     assert {counts[rank] for rank in addresses} == {1}
     assert max(counts[worker] for client in clients for worker in client.workers) <= communicators(servers)

@@ -155,7 +155,6 @@ class Fleet:
                 bucket_bytes=BUCKET,
                 timeout_s=100.0,
                 stall_s=20.0,
-                expected_s=100.0,  # the update is no slower than those before: nobody tries the trainer for that
             )
             transfers.append([worker.receiver.begin(request) for worker in server])
         return [[transfer.reply(100) for transfer in server] for server in transfers]
