@@ -26,8 +26,8 @@ KEPT = 16
 COMPARED = 4
 """The least seconds are those of so many updates. If the first of a chain is slow, only an earlier one shows it."""
 HEADS = 3
-"""Servers with which the first chains begin. The link of a single head has nothing to be compared with, and of two one
-may be slow as well."""
+"""Servers with which the first chains begin, besides those that turned out to be slow. The link of a single head has
+nothing to be compared with, and of two one may be slow as well."""
 TRAINER = ""
 
 
@@ -138,7 +138,7 @@ class LinkTable:
         self.takes_slowly = frozenset(name for name, node in nodes.items() if {name, node} & takes)
         self.returned |= {name for name in before - self.slow if {name, nodes.get(name)} & forgotten}
         self.returned &= nodes.keys()
-        if not self.slow and self.update > 1 and (self.turn + 1) * heads < HEADS:
+        if self.update > 1 and (self.turn + 1) * heads < HEADS + len(self.takes_slowly):
             self.turn += 1
         for name in sorted((gave ^ self.gives_slowly) | (took ^ self.takes_slowly)):
             log.warning(
@@ -163,18 +163,20 @@ class LinkTable:
         Args:
             update: that in which the server was to get the version.
             owners: of the workers' addresses. All others are the trainer's.
-            planned: the sources that the workers had first. The trainer's link counts for those who begin a chain
-                alone: it gives the newest version first, and to any number of others.
+            planned: the sources that the workers had first. The trainer's link counts for those who begin a chain. A
+                late pull from it clears if it was fast, and else says nothing: it may give to others as well.
             is_chained: figures of later pulls are compared and are no measure: an idle source is faster than any chain.
         """
         for one in seen:
             giver = owners.get(one.source, Server(TRAINER, one.source.host))
-            if giver.name == taker.name or (giver.name == TRAINER and not (is_chained and one.source in planned)):
+            if giver.name == taker.name or (giver.name == TRAINER and one.source not in planned):
                 continue
             link = _link(giver, taker, one.transport)
             if not one.num_bytes or (one.num_bytes < LEAST_SHARE * one.part_bytes and one.seconds < LEAST_S):
                 continue
             figure = Figure(update, one.part_bytes, one.seconds / one.num_bytes, one.ahead_s / one.num_bytes)
+            if giver.name == TRAINER and not is_chained and not self._is_fast(link, figure):
+                continue
             if is_chained:
                 paces = self._paces.setdefault(update, {})
                 paces[link.kind] = min(paces.get(link.kind, figure.pace), figure.pace)
@@ -183,6 +185,11 @@ class LinkTable:
                 self._figures[link] = figure
             elif known.update == update:
                 self._figures[link] = max(known, figure, key=lambda figure: (figure.ahead, figure.pace))
+
+    def _is_fast(self, link: Edge, figure: Figure) -> bool:
+        best = self._best()
+        num_bytes = figure.num_bytes
+        return link.kind in best and not is_slow(figure.pace * num_bytes, best[link.kind] * num_bytes)
 
     def took_slowly(self, update: int, taker: Server) -> bool:
         """Whether a link to this server was slow in this update, and whoever gave is not in doubt."""

@@ -245,11 +245,29 @@ def test_chains_begin_with_three_servers_while_nobody_is_slow() -> None:
     assert three_stripes.turn == 0
 
 
-def test_chain_does_not_turn_while_somebody_is_slow() -> None:
+def test_chains_begin_with_three_servers_besides_those_that_take_slowly() -> None:
+    """Of node b both servers do, so the chain turns four times, and not for ever."""
+    table = LinkTable()
+    chain_of_two_nodes(table, crossing_s=100.0)
+    turns = []
+    for _ in range(7):
+        table.plan(NODES)
+        turns.append(table.turn)
+    assert turns == [1, 2, 3, 4, 4, 4, 4]
+
+
+def test_late_pull_from_the_trainer_clears_a_server_and_never_accuses_it() -> None:
+    """The chain's crossing took 100 s, where the trainer's own link takes 10."""
     table = LinkTable()
     chain_of_two_nodes(table, crossing_s=100.0)
     table.plan(NODES)
-    assert table.turn == 0
+    assert table.takes_slowly == {"b0", "b1"}
+    record(table, "b0", [seen(TRAINER_ADDRESS, 100, 100)], is_chained=False)
+    table.plan(NODES)
+    assert table.takes_slowly == {"b0", "b1"}
+    record(table, "b0", [seen(TRAINER_ADDRESS, 10, 10)], is_chained=False)
+    table.plan(NODES)
+    assert table.takes_slowly == set()
 
 
 def test_servers_are_named_when_they_become_slow_and_when_they_are_well_again(
