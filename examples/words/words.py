@@ -115,6 +115,12 @@ def correlation(means: Mapping[str, float]) -> float:
     return covariance / math.sqrt(variances) if variances > 1e-12 else math.nan
 
 
+def figures(means: Mapping[str, float]) -> dict[str, float | None]:
+    """What `examples.record` adds to an evaluation."""
+    found = correlation(means)
+    return {"correlation": None if math.isnan(found) else found}
+
+
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:

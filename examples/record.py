@@ -1,0 +1,172 @@
+"""Records runs of one recipe: every evaluation, the training curve, settings, times, machine and commit.
+
+    python -m examples.record results/w1 results/w2 --out examples/words --figures examples.words.words:figures
+
+It writes `result.json` and `curve.png`. ``--figures`` names a function of a recipe that adds figures to an evaluation.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipelinerl.config.load import load_run
+from pipelinerl.inspect.report import last_per_step, read_records, read_summary
+from pipelinerl.inspect.samples import SeenRollout, read_tests
+from pipelinerl.observability.catalogue import TrainerMetric
+from pipelinerl.records.messages import EvaluationDone, SamplesProcessed
+from pipelinerl.streams import set_streams_backend
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN_ANSWERS = 10
+TRAINING = (
+    TrainerMetric.REWARD,
+    TrainerMetric.ENTROPY,
+    TrainerMetric.ESS,
+    TrainerMetric.KL_K1,
+    TrainerMetric.LAG_MEAN,
+    TrainerMetric.LAG_MAX,
+    TrainerMetric.TOKENS,
+    TrainerMetric.WAIT_S,
+)
+Figures = Callable[[Mapping[str, float]], Mapping[str, float | None]]
+
+
+def no_figures(means: Mapping[str, float]) -> Mapping[str, float | None]:
+    return {}
+
+
+def named(name: str) -> Figures:
+    """``module:function`` as the function."""
+    module, _, function = name.partition(":")
+    found: Figures = getattr(import_module(module), function)
+    return found
+
+
+def rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def evaluation(seen: EvaluationDone, figures: Figures) -> dict[str, Any]:
+    """One evaluation: success, reward and the recipe's figures over all its test problems."""
+    means: dict[str, list[float]] = {}
+    for name, value in seen.metrics.items():
+        if "/" in name:
+            means.setdefault(name.partition("/")[2], []).append(value)
+    own = figures({name: statistics.fmean(values) for name, values in means.items()})
+    return {
+        "step": seen.version,
+        "problems": seen.num_rollouts,
+        "success": rounded(seen.success),
+        "reward": rounded(seen.reward),
+        **{name: rounded(value) for name, value in own.items()},
+    }
+
+
+def training(steps: Sequence[SamplesProcessed]) -> dict[str, list[Any]]:
+    """One list per metric, an entry per optimizer step."""
+    return {name: [rounded(step.metrics.get(name)) for step in steps] for name in TRAINING}
+
+
+def answers(tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The first test problems by name, so that they are the same ones before and after, with their answers."""
+    of_version = sorted((t for t in tests if t.dispatched_version == version), key=lambda t: t.problem)
+    spread = of_version[:: max(1, len(of_version) // SHOWN_ANSWERS)][:SHOWN_ANSWERS]
+    return [
+        {
+            "problem": json.loads(test.problem),
+            "answer": "".join(
+                tokenizer.decode(sequence.token_ids[-len(sequence.logprobs) :], skip_special_tokens=True)
+                for sequence in test.rollout.sequences
+            ),
+            "reward": rounded(test.rollout.reward),
+        }
+        for test in spread
+    ]
+
+
+def record(run_dir: Path, figures: Figures) -> dict[str, Any]:
+    """All that `result.json` says of one run."""
+    config = load_run(run_dir)
+    records = read_records(run_dir, with_rollouts=False)
+    steps = last_per_step(records.trainer)
+    evaluations = sorted({e.version: e for e in records.evaluations}.values(), key=lambda e: e.version)
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    tests = list(read_tests(run_dir))
+    summary = read_summary(run_dir) or {}
+    times = [step.timestamp for step in steps]
+    return {
+        "seed": config.seed,
+        "settings": {
+            "learning_rate": config.finetune.learning_rate,
+            "schedule": config.finetune.lr_scheduler_type,
+            "warmup_steps": config.finetune.num_warmup_steps,
+            "steps": config.finetune.max_train_steps,
+            "batch_rollouts": config.batch_size,
+            "attempts": config.attempts,
+            "max_lag_steps": config.max_lag_steps,
+        },
+        "minutes": rounded((times[-1] - times[0]) / 60) if times else None,
+        "seconds_per_step": rounded(statistics.median(b - a for a, b in pairwise(times))) if len(times) > 1 else None,
+        "summary": {k: rounded(v) for k, v in summary.items() if not isinstance(v, dict | list)},
+        "evaluations": [evaluation(e, figures) for e in evaluations],
+        "training": training(steps),
+        "before": answers(tests, evaluations[0].version, tokenizer) if evaluations else [],
+        "after": answers(tests, evaluations[-1].version, tokenizer) if evaluations else [],
+    }
+
+
+def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Every number of the evaluations over optimizer steps, one panel each, one line per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in runs[0]["evaluations"][0] if name not in ("step", "problems")]
+    figure, panels = plt.subplots(1, len(names), figsize=(4 * len(names), 3.2), layout="constrained", squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        for run in runs:
+            points = [(e["step"], e[name]) for e in run["evaluations"] if e[name] is not None]
+            panel.plot(*zip(*points, strict=True), "o-", label=f"seed {run['seed']}")
+        panel.set(title=f"{name}, held-out problems", xlabel="optimizer step")
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, one per seed")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the recipe")
+    parser.add_argument("--figures", type=named, default=no_figures, help="module:function of a mapping of means")
+    parser.add_argument("--commit", help="at which the runs were made; else the checkout's")
+    parser.add_argument("--note", default="", help="what else the machine did, say")
+    args = parser.parse_args()
+    set_streams_backend("files")
+    runs = [record(run_dir, args.figures) for run_dir in args.runs]
+    git = partial(subprocess.run, capture_output=True, text=True, check=True)
+    commit = args.commit or git(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+    document = {"machine": machine(), "commit": commit, "note": args.note, "runs": runs}
+    (args.out / "result.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draw(args.out / "curve.png", runs)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
