@@ -116,7 +116,7 @@ def correlation(means: Mapping[str, float]) -> float:
 
 
 def figures(means: Mapping[str, float]) -> dict[str, float | None]:
-    """What `examples.record` adds to an evaluation."""
+    """What `benchmarks.recipe` adds to an evaluation."""
     found = correlation(means)
     return {"correlation": None if math.isnan(found) else found}
 

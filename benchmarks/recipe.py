@@ -1,6 +1,6 @@
 """Records runs of one recipe: every evaluation, the training curve, settings, times, machine and commit.
 
-    python -m examples.record results/w1 results/w2 --out examples/words --figures examples.words.words:figures
+    python -m benchmarks.recipe results/w1 results/w2 --out examples/words --figures examples.words.words:figures
 
 It writes `result.json` and `curve.png`. ``--figures`` names a function of a recipe that adds figures to an evaluation.
 """
