@@ -80,12 +80,13 @@ def uncalibrated_servers(run: Evidence) -> Iterable[Finding]:
 
 
 def lost_servers(run: Evidence) -> Iterable[Finding]:
-    """The newest weight update does not name a server of earlier ones that has missed no probe."""
+    """The two newest weight updates do not name a server of earlier ones that has missed no probe."""
     updates = [message for message in run.messages if isinstance(message, WeightUpdateSuccess)]
     if not updates:
         return
     missed = {message.server for message in run.messages if isinstance(message, ProbeMissed)}
-    for server in sorted({name for update in updates for name in update.servers} - set(updates[-1].servers) - missed):
+    served = {name for update in updates[-2:] for name in update.servers}  # a run that stops saves its last step alone
+    for server in sorted({name for update in updates for name in update.servers} - served - missed):
         last = max(update.version for update in updates if server in update.servers)
         text = f"{server} has taken no weight update since version {last}"
         fix = f"Read {server}/log.txt; raise weights.timeout_s if updates are slow"
