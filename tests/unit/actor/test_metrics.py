@@ -83,7 +83,7 @@ def test_prefix_hit_rate_is_of_tokens_not_of_rollouts() -> None:
 
 
 def test_domains_with_test_sets_of_one_name_are_evaluated_apart() -> None:
-    names = ["countdown", "instructions"]
+    names = ["countdown", "counting"]
     domains = [
         f"{{name: {name}, weight: 1, rollout_policy: a.b, dataset_loader: pipelinerl.domains.{name}.load_problems,"
         " dataset_loader_params: {num_test_problems: 3}, train_dataset_names: [train], test_dataset_names: [test]}"
@@ -94,8 +94,8 @@ def test_domains_with_test_sets_of_one_name_are_evaluated_apart() -> None:
     assert [(item.domain, item.dataset) for item in test_problems(cfg)] == [
         (0, "countdown/test"),
         (0, "countdown/test"),
-        (1, "instructions/test"),
-        (1, "instructions/test"),
+        (1, "counting/test"),
+        (1, "counting/test"),
     ]
 
 
