@@ -1,17 +1,10 @@
 """The journal of answers: a rollout that a crash interrupted is played again, and gets its first answers from here.
 
-Owns the folder ``answers`` of an actor's job, with one file per attempt under way. Every answer of a server is written
-there before the attempt gets it. The file outlives worker, actor and launcher; the actor removes it when the group is
-published or dropped. A recorded answer is the server's, bit for bit: tokens, log-probabilities, weight versions.
-
     file = frame of RecordedAnswer, frame of RecordedAnswer, …, frame of PLAYED, …       (``streams.frames``)
 
-The offset of a frame is its number in the file. A write that a crash cut short, or that a power cut lost, ends the
-file: what follows is sampled again. Each play that begins with recorded answers is noted behind them until it ends or
-records another one. What an attempt does with an answer may end its whole machine, time and again: after ``MAX_PLAYS``
-notes it is sampled anew.
-
-No rollout waits for the disk without a limit: it goes on, and what it is answered is not recorded.
+One file per attempt, in folder ``answers`` of the actor's job. A frame's offset is its number in the file. The
+first damaged frame ends the file. A play that begins with recorded answers notes PLAYED behind them: after
+``MAX_PLAYS`` notes the attempt is sampled anew, because its answers may end its machine each time.
 """
 
 import asyncio
@@ -93,7 +86,7 @@ class AttemptFile:
     """The recorded answers of one attempt. One process writes it: the worker that plays the attempt.
 
     Attributes:
-        answers: those that the file held when it was opened, up to the first that is damaged or incomplete.
+        answers: those that the file held when it was opened.
         has_failed: whether the disk failed. Then the file stays as it is.
     """
 
@@ -188,11 +181,7 @@ async def _written(function: Callable[..., None], *args: Any) -> None:
 
 
 class AnswerJournal:
-    """The recorded answers of an actor's attempts. Workers open and write them, the actor removes them.
-
-    Args:
-        job_folder: folder of the actor's job.
-    """
+    """The recorded answers of an actor's attempts. Workers open and write them, the actor removes them."""
 
     def __init__(self, job_folder: Path):
         self._folder = job_folder / FOLDER
@@ -200,10 +189,8 @@ class AnswerJournal:
         make_folder(self._folder)
 
     async def open(self, group_id: str, attempts: Iterable[int]) -> dict[int, AttemptFile]:
-        """Reads the answers of a group that is to be played, by attempt. Nothing if the disk does not answer in time.
-
-        All at once: attempts that begin together ask together, and their equal first requests are joined.
-        """
+        """Reads the answers of a group to be played, by attempt. Nothing if the disk does not answer in time."""
+        # all at once: attempts that begin together ask together, and their equal first requests are joined
 
         def read() -> dict[int, AttemptFile]:
             files = {attempt: AttemptFile(self._path(group_id, attempt)) for attempt in attempts}

@@ -2,9 +2,8 @@
 
     message = length (uint64, little-endian) | payload
 
-Neither end ever blocks. The actor's end buffers bytes that the socket does not accept and sends them when the socket
-is writable again. The worker's end runs in its event loop. There ``send`` waits, without blocking the loop, until the
-actor has read most of the earlier messages, so that a slow actor slows the worker down instead of filling a buffer.
+Neither end blocks. The actor's end buffers what the socket does not accept. The worker's ``send`` waits until the actor
+has read most of the earlier messages.
 """
 
 import asyncio
@@ -75,9 +74,10 @@ class ActorConnection:
                 self._outgoing.popleft()
 
     def receive(self) -> list[memoryview]:
-        """Returns the messages that have arrived completely. Raises ``EOFError`` or ``OSError`` if the worker is gone.
+        """Returns the messages that have arrived completely.
 
-        Messages that the worker sent before it ended are returned before the error is raised.
+        Raises:
+            EOFError, OSError: the worker is gone, and all that it sent was returned before.
         """
         messages: list[memoryview] = []
         budget = READ_BUDGET_BYTES
@@ -155,16 +155,13 @@ class WorkerConnection:
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=2**20))
 
     async def send(self, payload: bytes) -> None:
-        """Sends one message, after waiting for its turn and for the actor. Cancelling it never sends half a message.
-
-        The messages of one turn of the loop are written together, because each write wakes the actor.
-        """
+        """Sends one message, after waiting for its turn and for the actor. Cancelling it never sends half a message."""
         if len(payload) > MAX_MESSAGE_BYTES:
             raise StreamError(f"a message of {len(payload)} bytes: at most {MAX_MESSAGE_BYTES} can be sent")
         async with self._turn:
             await self._writer.drain()
             if not self._unsent:
-                asyncio.get_running_loop().call_soon(self._write)
+                asyncio.get_running_loop().call_soon(self._write)  # one write per turn: each one wakes the actor
             self._unsent += (_LENGTH.pack(len(payload)), payload)
             self._unsent_bytes += len(payload)
             if self._unsent_bytes >= WRITE_BYTES:
@@ -172,7 +169,6 @@ class WorkerConnection:
                 await self._writer.drain()
 
     def _write(self) -> None:
-        """Hands all waiting messages to the socket."""
         if self._unsent:
             self._writer.writelines(self._unsent)
             self._unsent, self._unsent_bytes = [], 0

@@ -1,9 +1,7 @@
 """Evaluations of this actor: when one is due, all attempts at every test problem on one weight version, its result.
 
-A rollout counts only if each of its tokens was sampled by the announced version. When servers move to another version,
-the evaluation is announced again for that version and starts over. An attempt that fails for infrastructure reasons is
-repeated. If it keeps failing it is left out and never scored. At the deadline the evaluation ends with the results so
-far and reports how complete it is.
+A rollout counts only if each of its tokens was sampled by the announced version. If servers change it, the evaluation
+starts over. An attempt that keeps failing is left out and never scored. At the deadline the results so far count.
 """
 
 import logging
@@ -98,10 +96,7 @@ class Evaluation:
         return self.queue.popleft()
 
     def add_results(self, work: TestWork, rollouts: Iterable[Rollout], *, worth_repeating: bool) -> None:
-        """Records the rollouts of work that has ended.
-
-        Attempts that are missing, or were sampled by another version, are queued again up to ``max_repeats`` times.
-        """
+        """Records the rollouts of ended work. Attempts that are missing or of another version are queued again."""
         self.under_way -= 1
         good = [rollout for rollout in rollouts if versions_of(rollout) <= {self.version}]
         self.rollouts.setdefault(_key(work.problem), []).extend(good)
@@ -179,8 +174,6 @@ class Evaluator:
 
     Args:
         problems: the test problems. Without any there are no evaluations.
-        domains: names of the run's domains.
-        actor: replica index of this actor.
         announce: writes to topic ``evaluation``.
         publish: keeps rollouts for inspection.
         last: the newest message on topic ``evaluation``. An evaluation that began and did not end is repeated.
@@ -277,10 +270,7 @@ class Evaluator:
             self._publish(self._group(work, ended, current.version))
 
     def refuse(self) -> list[Failure]:
-        """Takes back the results of servers that missed the weight probe for them, and has their attempts made again.
-
-        The table knows the misses already. Returns the results as failures.
-        """
+        """Takes back results whose servers missed the weight probe, and returns them as failures to be repeated."""
         current, failed = self._current, list[Failure]()
         self._complete = None
         if current is None:

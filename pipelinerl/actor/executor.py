@@ -1,9 +1,6 @@
-"""The executor in a worker runs groups with the domains' functions, all attempts of a group concurrently.
+"""Runs groups in a worker with the domains' functions, all attempts of a group concurrently.
 
-It consumes ``StartGroup``. It produces each attempt's rollout or failure as soon as the attempt ends, then
-``GroupEnded``. Every attempt has a deadline. A failure is typed and never becomes a reward, even if the domain's code
-swallows the exception. With a journal, an attempt at a training problem that a crash interrupted gets the answers that
-it got before.
+A failure is typed and never becomes a reward, even if the domain's code swallows the exception.
 """
 
 import asyncio
@@ -61,14 +58,10 @@ class RolloutRules:
 
 
 class RolloutLimit:
-    """Ends a rollout at its time limit, unless the answer that it then waits for is growing. While it lasts.
-
-    It may await that answer and use it for as long again, but no further one: so long answers are as likely to be
-    trained as short ones, and a rollout that asks for ever ends.
+    """Ends a rollout at its time limit, unless the answer that it then waits for is growing.
 
     Args:
         deadline: of the rollout. It is set to now when the limit is reached.
-        limit_s: the time limit.
         answer: returns the answer that the rollout waits for, if any.
     """
 
@@ -92,6 +85,8 @@ class RolloutLimit:
             self._deadline.reschedule(loop.time())
 
     def _may_go_on(self, now: float) -> bool:
+        # the answer under way at the limit is awaited and may be used for as long again, so that long answers are as
+        # likely to be trained as short ones. A further one is not, so a rollout that asks for ever ends
         answer = self._answer()
         if answer is None:
             if self._last is not None and self._answered is None:
@@ -106,11 +101,8 @@ class Executor:
     """Runs groups with the domains' functions.
 
     Args:
-        cfg: the run's configuration, passed to the functions.
         functions: rollout functions, by index of the domain.
         llms: language models for training and for evaluation.
-        client: sends the requests.
-        rules: limits of a rollout.
         answers: journal of the answers of training problems. None: nothing outlives a crash.
         session: what the functions get for their own requests. None: the client's.
     """
@@ -137,11 +129,7 @@ class Executor:
         """Attempts at training problems that have ended."""
 
     async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
-        """Reports every attempt as it ends. Returns how many requests ended without a completion.
-
-        An attempt ends only when its report has been accepted, so a slow reader slows the rollouts down instead of
-        filling memory.
-        """
+        """Reports every attempt as it ends. Returns how many requests ended without a completion."""
         route = GroupRoute(self.servers, self._client, len(start.attempts), start.version)
         join_limit = min(len(start.attempts), self._client.limits.max_completions)
         temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
@@ -151,7 +139,7 @@ class Executor:
             outcome = await self._run_attempt(start, attempt, server_url, route, transport, files.get(attempt))
             route.end_attempt()
             self.ended += not start.evaluation
-            await report(outcome)
+            await report(outcome)  # a slow reader slows the rollouts down instead of filling memory
 
         try:
             server = await route.choose_server()
@@ -244,7 +232,6 @@ class Executor:
         return hint
 
     def _llm(self, start: StartGroup, attempt: int, transport: Transport, server_url: str) -> TrainableLLM:
-        """Makes the language model of one attempt."""
         template = self._eval_llm if start.evaluation else self._train_llm
         llm = template.model_copy(update={"base_url": server_url, "parameters": dict(template.parameters)})
         llm.bind(RolloutState(transport, turns=[], generate=llm_async_generate, name=f"{start.group_id}/{attempt}"))

@@ -1,9 +1,7 @@
 """Training groups from dispatch to publication.
 
-A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. If attempts are
-missing, they are tried again, or the group is dropped and the reason recorded. A complete group is published once no
-domain that is further behind has running groups (see ``pacing.furthest_behind``) and its servers were verified with
-the weights that they sampled from (see ``publish_gate``).
+A group starts for the domain that is furthest behind its weight. A complete group is published when no domain that is
+further behind has running groups (``pacing``) and its servers were verified (``publish_gate``).
 """
 
 import json
@@ -148,10 +146,7 @@ class TrainingGroups:
         self._sort_in(group)
 
     def refuse(self, misses: Sequence[ProbeMissed]) -> list[Failure]:
-        """Takes finished rollouts back whose servers have missed the probe for them. Returns them as failures.
-
-        The table knows the misses already. What is published stays: it is counted.
-        """
+        """Takes back finished rollouts whose servers missed the probe, as failures. Published ones are only counted."""
         for miss in misses:
             if published := self._table.gate.count_published(miss.server, miss.since):
                 self._metrics.published_before_miss(miss.server, published)
@@ -189,10 +184,7 @@ class TrainingGroups:
         self._drop(group, worst)
 
     def publish_in_turn(self) -> bool:
-        """Publishes complete groups until a domain that is further behind has running ones. Returns whether it did.
-
-        In a domain, a group whose servers are verified overtakes those that wait for a probe.
-        """
+        """Publishes complete groups until a domain that is further behind has running ones. Returns whether it did."""
         now = time.monotonic()
         ready = [deque(group for group in held if not self._waits(group, now)) for held in self._held]
         published: set[TrainingGroup] = set()

@@ -1,8 +1,7 @@
 """What a worker knows of the answers that its servers are sampling: how long they are, and when they last grew.
 
-An answer comes as a whole, so a request looks the same while it grows for an hour as when its server has forgotten it.
-Servers are therefore asked once a second what they sample for this worker, if a request has lasted that long. The time
-limits of requests and rollouts then measure stillness, and the actor counts tokens before their rollouts end.
+An answer comes as a whole, so servers are asked once a second what they sample for this worker. Time limits of requests
+and rollouts can then measure stillness, and the actor counts tokens before their rollouts end.
 """
 
 import asyncio

@@ -3,9 +3,6 @@
 Consumes: the trainer's state (version, servers, end), the preprocessor's drops, the workers' results.
 Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``, and evaluations on
 ``evaluation`` and ``actor_test``.
-Waits for: a version and a server, room under the pacing rule, or completions. With several domains it also waits for
-the domain that is furthest behind its weight (see ``pacing``), and finished groups wait for the weight probes of their
-servers (see ``publish_gate``). The role's status names the current wait.
 Ends: when training is done and the last evaluation is published, when asked to stop, or with a ``DomainError``.
 """
 
@@ -92,10 +89,7 @@ class ActorLoop:
             self._reporter.log(self._numbers, self._version or 0, force=True)
 
     def _ended(self) -> bool:
-        """Whether the loop is done: training has ended, and so has the last evaluation.
-
-        When training ends, this cancels the training groups.
-        """
+        """Whether training and the last evaluation have ended. The end of training cancels the training groups."""
         if not self._trainer.training_done:
             return False
         if not self._finishing:
@@ -122,10 +116,7 @@ class ActorLoop:
         self._evaluator.move_to(version)
 
     def _withdraw_missed(self) -> None:
-        """Withdraws servers that missed a weight probe, even if they are back already.
-
-        Their requests are repeated elsewhere. Attempts that used them, running or finished, are tried again.
-        """
+        """Withdraws servers that missed a weight probe, even if they are back already, and repeats what used them."""
         misses = self._trainer.take_misses()
         if not misses:
             return

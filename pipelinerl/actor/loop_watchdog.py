@@ -1,8 +1,7 @@
 """Notices a domain that blocks the event loop of its worker, so that all other rollouts of the worker stand still.
 
-The loop notes the time at every tick. A thread looks at the note, and when it is old it looks at what the loop's thread
-is doing. The next tick measures the pause and reports it with the domain and its line. Time in which the process was
-not run is taken off (``blocked_s``), so a busy or stopped machine is not taken for a domain that blocks.
+The loop notes the time at every tick, and a thread looks at the loop's stack when the note is old. Time in which the
+process was not run is taken off, so a busy or stopped machine is not taken for a domain that blocks.
 """
 
 import asyncio
@@ -156,10 +155,7 @@ class LoopWatchdog:
         )
 
     def _guilty(self, frames: list[FrameType]) -> FrameType:
-        """The innermost frame of the domain's own code, which may have called a function of ours.
-
-        A coroutine of ours that it awaits must not block: then it is our innermost frame.
-        """
+        """The innermost frame of the domain's own code, or of ours if a coroutine of ours blocks."""
         ours: FrameType | None = None
         for frame in frames:
             if self._is_own(frame):

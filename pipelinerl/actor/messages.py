@@ -1,8 +1,4 @@
-"""The messages between the actor and its workers, sent as msgpack over a ``connection``. Frozen, never pickled.
-
-Each rollout is sent in a message of its own as soon as it ends, so no message is larger than one rollout. PIL's images
-in problems travel as files without loss, which keep every pixel.
-"""
+"""The messages between the actor and its workers, sent as msgpack over a ``connection``: one per rollout that ends."""
 
 import io
 from collections.abc import Mapping
@@ -170,9 +166,10 @@ def encode_start(start: StartGroup) -> bytes:
 
 
 def pack_pictures(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the problem with PIL's images among its values, however deep in lists and dicts, as files.
+    """Returns the problem with PIL's images among its values, however deep, as files that keep every pixel.
 
-    Raises ``DomainError`` for one that cannot be read, and names its field.
+    Raises:
+        DomainError: an image cannot be read. It names the field.
     """
     return {name: _packed(value, str(name)) for name, value in problem.items()}
 

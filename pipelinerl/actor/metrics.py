@@ -1,7 +1,4 @@
-"""The actor's metrics, and how they are reported: to the trackers, as a line of progress in the log, in its status.
-
-A sliding window over finished rollouts, and running totals. Callers pass in the time.
-"""
+"""The actor's metrics, and how they are reported: to the trackers, as a line of progress in the log, in its status."""
 
 import contextlib
 import logging

@@ -1,13 +1,7 @@
 """Decides when the next group may start, and of which domain: the pacing rule of docs/pacing.md. No I/O.
 
-Samples are trained in publication order, ``batch_size`` units per optimizer step: rollouts, or their texts. The units
-dispatched and not dropped therefore tell at which version the next sample will be trained. A drop (failure, filter,
-lag) and what a batch holds beyond its size make room at once, so no filter can starve training. A rollout under way
-counts as many texts as published ones in the mean (``TrainingGroups`` begins with one batch).
-
-Of several domains, the one that is furthest behind its weight gets the next group, with running groups counted, and
-groups are published in that order, too. Dropped samples do not count, within a limit: a domain whose samples are all
-dropped must not hold up the others.
+Samples are trained in publication order, ``batch_size`` units (rollouts, or their texts) per optimizer step, so what is
+dispatched and not dropped tells at which version the next sample will be trained. A drop makes room at once.
 """
 
 import math
@@ -77,8 +71,7 @@ def furthest_behind(weights: Sequence[float], counts: Sequence[float], among: Co
     """Returns the index of the domain whose count falls furthest short of its weight's share of all counts.
 
     Args:
-        weights: of all domains.
-        counts: samples of all domains.
+        weights, counts: of all domains. Counts are in samples.
         among: indices of the domains to choose from.
 
     Example:

@@ -1,8 +1,7 @@
 """Chooses the next problem: a seeded permutation per epoch holds each problem once, split over the actors. Pure.
 
-An epoch's order depends only on (seed, domain, epoch) and on the problems that had left the pool when it began. Actor
-``i`` of ``n`` takes the places ``i``, ``i + n``, ``i + 2n``, … With a sampler (``actor.sampling``) an epoch is a round
-of the problems that it drew, which are part of the progress until the round is resolved.
+Actor ``i`` of ``n`` takes the places ``i``, ``i + n``, … of an epoch, whose order depends only on (seed, domain, epoch)
+and on the problems that had left the pool when it began. With a sampler an epoch is a round of the problems it drew.
 """
 
 import zlib
@@ -166,9 +165,7 @@ class ProblemSource:
     def resume_from_checkpoint(
         self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]
     ) -> None:
-        """Continues after a checkpoint. Places of its epochs that it has not resolved come again.
-
-        With a sampler their problems are drawn again, from what is known now.
+        """Continues after a checkpoint. Places that it has not resolved come again, with a sampler as new draws.
 
         Args:
             order: what the checkpoint has resolved of this domain.

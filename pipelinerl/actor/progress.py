@@ -1,10 +1,7 @@
 """What this actor dispatched and finished: a fold over its own records, which it writes to its topic and saves beside.
 
-The same ``apply`` counts records during the run and after a restart. A snapshot in the job's folder holds the fold up
-to an offset of topic ``actor``. A restart reads the later records from the topic, which keeps them until a snapshot
-covers them. A dispatch without a record is not resolved: its problem is dispatched again first.
-
-The recorded answers of a group (``answer_journal``) are removed when its record is written.
+A snapshot holds the fold up to an offset of topic ``actor``. A restart applies the later records, and dispatches first
+what was dispatched and has no record.
 """
 
 import logging
@@ -242,9 +239,7 @@ class TopicJournal:
 
     Args:
         folder: the job's folder, for the snapshot.
-        groups: writer of topic ``actor``.
         cursor: reader that protects records from deletion until a snapshot covers them. None: nothing is deleted.
-        progress: counts the records.
     """
 
     def __init__(self, folder: Path, groups: TopicWriter, cursor: TopicReader | None, progress: ActorProgress):
@@ -269,11 +264,8 @@ class TopicJournal:
             )
 
     def begin(self, record: OrderResumed) -> None:
-        """Writes the first record of an empty topic, after a restart from a checkpoint.
-
-        Recorded answers are forgotten before: weights that sampled them may be lost.
-        """
-        self._answers.clear()
+        """Writes the first record of an empty topic, after a restart from a checkpoint."""
+        self._answers.clear()  # the weights that sampled them may be lost
         self._groups.write(record)
         self._progress.apply(record)
         self._progress.forget_in_flight()

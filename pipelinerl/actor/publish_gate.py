@@ -1,9 +1,7 @@
 """Decides which finished rollouts may be published, by the weight probes of the servers that sampled them. No I/O.
 
-A version of a server is unverified until its probe is over (``WeightUpdateSuccess.proved``). ``PublishGate`` says
-which rollouts wait for that. ``Misses`` says which rollouts are refused, because their server missed its probe. The
-trainer probes beside training, so waiting is limited: nobody waits longer than ``CHECK_WAIT_S``, and not at all for
-a server whose newest probe took longer.
+A server's version is unverified until its probe is over (``WeightUpdateSuccess.proved``). Nobody waits longer than
+``CHECK_WAIT_S``, and not at all for a server whose newest probe took longer.
 """
 
 from collections.abc import Iterable, Mapping

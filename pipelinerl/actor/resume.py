@@ -68,11 +68,7 @@ def order_resumed(
     """Builds the first record of the new stream.
 
     Args:
-        message: the trainer's message about where it resumes.
         lost: folder of the stream epoch that has ended. Its snapshot holds the problems that had left the pool.
-        job: job name of this actor.
-        actor: replica index of this actor.
-        num_actors: actors of the run.
         batch_size: units per optimizer step. Actor r of n fills the steps with ``step % n == r``.
     """
     removed, removed_at = removed_problems(lost / job)
@@ -86,10 +82,7 @@ def order_resumed(
 
 
 def removed_problems(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, tuple[int, ...]]]]:
-    """Returns the problems that left the pool: by domain, and by domain and epoch.
-
-    Both are empty if the snapshot is missing or damaged.
-    """
+    """Returns the problems that left the pool, by domain, and by domain and epoch: none without a snapshot."""
     try:
         snapshot = load_snapshot(folder)
     except StreamError:

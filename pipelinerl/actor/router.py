@@ -1,9 +1,4 @@
-"""Carries a group's requests to one server, joins equal requests, and repeats failed ones on another server.
-
-The time of a request starts when it gets one of the worker's connections, and again whenever its answer has grown.
-Equal requests that a group makes at the same time are sent as one request with ``n`` completions. A request for which
-no rollout waits any more is given up, so that its server samples for others.
-"""
+"""Carries a group's requests to one server, joins equal requests, and repeats failed ones on another server."""
 
 import asyncio
 import logging
@@ -57,7 +52,6 @@ class Client:
 
     Args:
         session: the worker's connections, directly to the servers. Domains may get it too, so it carries no secret.
-        limits: limits on the requests.
         token: bearer token of the servers.
         only_version: the version of all tokens, whatever the servers say, in a run without a trainer. None: theirs.
     """
@@ -77,9 +71,10 @@ class Client:
     async def post(
         self, server: InferenceServer, request: GenerateRequest, n: int, growth: Growth | None = None
     ) -> list[CallTokens]:
-        """Requests ``n`` completions. Raises ``TransportError`` if the server does not deliver them for any reason.
+        """Requests ``n`` completions and tells ``growth`` how they grow.
 
-        ``growth``: is told how they grow.
+        Raises:
+            TransportError: the server does not deliver them for any reason.
         """
         async with self._places:
             if not server.in_service:
@@ -121,10 +116,7 @@ class Client:
 
 
 def _with_known_weights(completions: list[CallTokens], server: InferenceServer) -> list[CallTokens]:
-    """Refuses completions without weight versions.
-
-    A restarted server samples from the weights on disk until the trainer has sent it the current ones.
-    """
+    # a restarted server samples from the weights on disk until the trainer has sent it the current ones
     if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
         raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
     return completions
@@ -148,8 +140,6 @@ class GroupRoute:
     def __init__(self, pool: ServerLoads, client: Client, attempts: int, oldest: int):
         """
         Args:
-            pool: the servers in service.
-            client: sends the requests.
             attempts: size of the group. Those that have not ended are counted as load of its server.
             oldest: weight version. A server with an older one is not chosen.
         """
@@ -194,7 +184,7 @@ class GroupRoute:
     async def request(self, request: GenerateRequest, n: int, growth: Growth | None = None) -> list[CallTokens]:
         """Requests ``n`` completions, repeating until success, a refusal, or the end of the retries.
 
-        Waiting for a server, or losing one that leaves service, costs no retry. ``growth``: is told how they grow.
+        Waiting for a server, or losing one that leaves service, costs no retry.
         """
         repetition = 0
         while True:
@@ -219,11 +209,9 @@ class GroupRoute:
 
 
 class JoinPolicy:
-    """Decides whether equal requests of a group are joined into one.
+    """Joins equal requests of a group only while the completions of a prompt have about equal lengths.
 
-    A joined request costs the server half the CPU, but it is answered only when its longest completion ends, and the
-    places of the shorter ones stay empty until then. So requests are joined only while the completions of a prompt
-    have about equal lengths.
+    A joined request costs the server half the CPU, but the places of its shorter completions stay empty to its end.
     """
 
     def __init__(self) -> None:
@@ -266,8 +254,6 @@ class GroupTransport:
     """Carries the requests of one group and joins equal ones (see ``llm.Transport``).
 
     Args:
-        route: the group's server.
-        policy: decides whether to join.
         join_limit: maximum number of requests that are joined into one.
         trained_temperature: temperature at which the trainer will use the samples. None: they are not trained.
     """
@@ -319,10 +305,7 @@ class GroupTransport:
         return tokens
 
     def _refuse_distortion(self, body_key: bytes) -> None:
-        """Raises ``DomainError`` if a domain changed the sampling distribution of samples that are trained.
-
-        A domain may choose lengths and stop strings.
-        """
+        """Raises ``DomainError`` if a domain changed more than lengths and stop strings of samples that are trained."""
         if self._trained_temperature is None or body_key == self._checked:
             return
         parameters = msgspec.json.decode(body_key)

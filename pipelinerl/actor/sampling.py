@@ -1,8 +1,6 @@
 """Draws a domain's problems in rounds, as the user's `actor.sampler` weighs what is known of them.
 
-Owns the history of every problem, which is a fold over the actor's records, so that a restart that applies them again
-has the same one. A round is drawn from the history of the moment, the seed and the round's number, and from nothing
-else. What was drawn is kept by ``ProblemSource`` until it is resolved.
+A problem's history is a fold over the actor's records, and a round depends only on it, the seed and the round's number.
 
 Shapes: N training problems of the domain, without those that other actors take.
 """

@@ -1,11 +1,9 @@
 """Turns a domain's ``RolloutResult`` into a ``Rollout`` record: exact tokens, spans and log-probabilities.
 
-Texts whose tokens extend each other become ONE training sequence. Any other text starts a new one. In modes `texts` and
-`steps` every text has its own reward and so its own advantage, and texts are never joined. Lists that the domain
-replaced or edited (labels masked with -100) take precedence over the server's. A text whose lists contradict each other
-is refused with its index. Shapes: T tokens, K trained tokens, R spans.
+Texts whose tokens extend each other become ONE training sequence, except in modes `texts` and `steps`, where each text
+has its own reward. Lists that the domain replaced or edited take precedence over the server's.
 
-The module does no I/O.
+Shapes: T tokens, K trained tokens, R spans. The module does no I/O.
 """
 
 from collections.abc import Iterable
@@ -62,15 +60,12 @@ def to_rollout(
     """Builds the record of one attempt.
 
     Args:
-        result: the return value of the domain's function.
         attempt: index of the attempt in its group.
-        latency_s: duration of the attempt.
-        num_llm_calls: number of completions of the attempt.
         sent_tokens: prompt tokens of all its calls. ``cached_tokens`` of them came from the server's prefix cache.
         num_forks: calls among them that left sampled tokens of their conversation behind.
         fallback_version: oldest possible weight version, for tokens of a text that the domain built itself.
-        seq_length: ``finetune.seq_length``, the largest number of tokens of a training sequence.
-        rewards: reward mode of a result that sets none (``actor.rewards``).
+        seq_length: largest number of tokens of a training sequence.
+        rewards: reward mode of a result that sets none.
 
     Raises:
         RecordError: a text's lists contradict each other, a reward contradicts the mode, or a reward is not finite.
@@ -260,10 +255,7 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
 
 
 def _joined_routing(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Joins the routing of two pieces. Each token keeps the choice of experts under which it was sampled.
-
-    The later call has routed the earlier tokens again, and this second choice is left out.
-    """
+    """Joins the routing of two pieces: each token keeps the choice of experts under which it was sampled."""
     return None if earlier is None or later is None else np.concatenate((earlier, later[len(earlier) :]))
 
 

@@ -89,10 +89,7 @@ class ServerLoads:
         self._changed.set()
 
     async def choose(self, oldest: int) -> InferenceServer:
-        """Returns the server with the least load for its capacity, preferring those without a recent failure.
-
-        Waits until a server serves version ``oldest`` or a newer one.
-        """
+        """Waits for servers of version ``oldest`` or newer. Returns the one with the least load for its capacity."""
         while not (candidates := [s for s in self._servers.values() if s.takes_requests and s.version >= oldest]):
             self._changed.clear()
             await self._changed.wait()

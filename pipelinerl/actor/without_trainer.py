@@ -1,7 +1,4 @@
-"""Stands in the trainer's place in an actor that runs without one (`debug.mode`): one version, on servers that answer.
-
-A thread asks every server for its health. It writes nothing.
-"""
+"""Stands in the trainer's place in an actor without one (`debug.mode`): one version, on servers that answer."""
 
 import threading
 import time

@@ -1,8 +1,7 @@
 """The table of work at the workers. Every piece has a task id and comes back exactly once unless it is cancelled.
 
-The table does not know the purpose of the work. When a worker dies, all of its work is suspect and runs again, half of
-it at once. Each death among suspects halves that number, and each suspect that ends raises it by one. A piece has
-failed only when its worker died without another suspect in it, so the piece that kills is found.
+When a worker dies, all of its work is suspect and runs again, half of it at once. A piece has failed only when its
+worker died without another suspect in it, so the piece that kills is found.
 """
 
 import logging
@@ -125,10 +124,7 @@ class WorkTable:
         self._suspects = deque(work for work in self._suspects if not isinstance(work, kind))
 
     def poll(self, timeout_s: float) -> list[WorkEnded]:
-        """Returns the work that has ended. Waits up to ``timeout_s`` for messages of the workers.
-
-        Rollouts whose server missed the weight probe for them are among the failures.
-        """
+        """Returns the work that has ended, after at most ``timeout_s``. Failures include what missed a weight probe."""
         self._start_suspects()
         ended: list[WorkEnded] = []
         for result in self._workers.poll(timeout_s):

@@ -1,8 +1,4 @@
-"""A worker process runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
-
-It loads the domain and the tokenizer itself, from the run folder. A thread writes its heartbeat to shared memory, so
-that no message can delay it. The process ends when the actor's process ends.
-"""
+"""A worker process runs rollouts in its own asyncio loop and talks to the actor over a ``connection``."""
 
 import asyncio
 import contextlib
@@ -51,9 +47,7 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
     """Entry point of the process. Ends on ``Stop``, when the connection closes, or after sending ``WorkerFailed``.
 
     Args:
-        run_dir: run folder.
-        job_name: job name of the actor.
-        index: index of this worker.
+        job_name: of the actor.
         sock: this worker's end of the connection.
         heartbeat: shared double that receives the monotonic time.
     """

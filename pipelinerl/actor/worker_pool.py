@@ -1,7 +1,6 @@
 """The actor's view of its worker processes: which worker has which work, and which are alive.
 
-A worker that dies is replaced, since a domain can crash its process. Its work is reported to the caller, who decides
-whether to retry it. A worker whose heartbeat stops is killed. Problems and results are sent as msgpack.
+A worker that dies or whose heartbeat stops is replaced. The caller decides whether to retry its work.
 """
 
 import contextlib
@@ -105,13 +104,11 @@ class _Worker:
 class RolloutWorkers:
     """The actor's workers. Used by one thread.
 
-    ``poll`` reads the workers' messages and returns ``GroupFinished`` and ``Lost``. It raises ``DomainError`` if a
-    worker reports that it cannot work at all, and never blocks longer than its timeout. ``close`` ends the processes.
+    ``poll`` returns ``GroupFinished`` and ``Lost``, and never blocks longer than its timeout. It raises ``DomainError``
+    if a worker reports that it cannot work at all. ``close`` ends the processes.
 
     Args:
-        run_dir: run folder.
-        job_name: job name of the actor.
-        num_workers: number of processes.
+        job_name: of the actor.
         silence_s: a worker without a heartbeat for this many seconds counts as frozen and is killed.
         on_sampling: is told what a worker, by its index, says about the answers under way.
     """
