@@ -1,8 +1,4 @@
-"""Identifies the files of a base that a LoRA run never sends: trainer and servers read them from their own disks.
-
-The digest covers the name, data type and shape of every tensor, and its first and last bytes. Files of another model,
-or of the same one after more training, differ there. What is computed with the files is compared by log-probabilities.
-"""
+"""Identifies the files of a base that a LoRA run never sends: trainer and servers read them from their own disks."""
 
 import hashlib
 import json
@@ -17,6 +13,8 @@ SAMPLE = 4096
 
 def base_digest(source: str) -> str:
     """Returns the digest, as hexadecimal digits, of a model's safetensors files. Empty if it has none here.
+
+    It covers the name, data type and shape of every tensor, and its first and last bytes.
 
     Args:
         source: folder, or name of a model whose files are in the hub's cache.

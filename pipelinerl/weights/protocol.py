@@ -1,7 +1,6 @@
 """Messages between trainer and server about one weight update. Imports msgspec only.
 
-One update is one ``POST /receive_weight_update`` with a `WeightUpdateRequest` as body. The server pulls the bytes from
-the sources in the request (`wire`) and answers with a `WeightUpdateAnswer` once the new weights are live.
+One update is one ``POST /receive_weight_update``: a `WeightUpdateRequest`, answered by a `WeightUpdateAnswer`.
 """
 
 from typing import Annotated, Literal, NamedTuple

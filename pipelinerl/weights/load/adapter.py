@@ -1,9 +1,7 @@
 """The one LoRA adapter of a policy server: the places of its tensors in vLLM's layers, as a module that a swap fills.
 
-A server of a LoRA run holds the base that it loaded, and vLLM's LoRA layers around its linear layers. Every request
-runs with the same adapter (`ADAPTER`), which is 0 until the first update. An update brings the adapter's tensors. Where
-they go is learned from vLLM's own loading of adapters, which renames, fuses and cuts them for this worker, on tensors
-without memory. So staging, swap and comparison are those of whole weights. The scaling α/r is in B when it comes.
+Every request runs with this adapter (`ADAPTER`), which is 0 until the first update. Where its tensors go is learned
+from vLLM's own loading of adapters, on tensors without memory. The scaling α/r is in B when it comes.
 """
 
 import copy
@@ -113,10 +111,7 @@ def hold_adapter(manager: WorkerLoRAManager) -> None:
 
 
 def _linear_modules(model: nn.Module) -> list[str]:
-    """Names of the layers around which vLLM puts LoRA layers.
-
-    The trainer adapts no embedding, head or experts. There they would only cost time in every step.
-    """
+    """Names of the layers around which vLLM puts LoRA layers: the trainer adapts no embedding, head or experts."""
     return sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, LinearBase)})
 
 

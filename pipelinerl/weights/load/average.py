@@ -1,17 +1,10 @@
-"""The weights of a teacher that is a moving average of the policy, as one worker of its server keeps them.
-
-Such a server takes the policy's versions as any other does. Before the swap, a worker blends what it has staged into
-its average, and the swap gets the average in the place of the staged bytes:
+"""The weights of a teacher that is a moving average of the policy (docs/objectives.md), as one worker keeps them.
 
     θ_T ← β^k θ_T + (1 − β^k) θ        θ of version v, θ_T of version v − k
 
-So β counts optimizer steps: a version that was skipped counts as the one that came. A version that is taken again
-(k = 0) changes nothing. The sum is float32, because in bfloat16 most increments of 1 − β would round to nothing.
-
-The average is written to the server's folder when it begins and at every multiple of `every` versions. A server that
-starts again, or whose trainer went back to a checkpoint, goes on from the newest file that is not ahead of the version
-it gets. Without one the average begins again with that version, and the log says so. Steps that the trainer makes
-again stay in the average only if their file was written and the server took no version from the checkpoint to there.
+So β counts optimizer steps. The sum is float32, because in bfloat16 most increments of 1 − β would round to nothing.
+Steps that the trainer makes again after a restart stay in the average only if their file was written and the server
+took no version from the checkpoint to there.
 """
 
 import hashlib
@@ -78,7 +71,7 @@ class Average:
             shard: what is staged of the layout. None = all.
             staged: flat uint8, which stays as it is.
         Raises:
-            WeightUpdateError: the version's tensors are of several types, so that its bytes are no list of numbers.
+            WeightUpdateError: the version's tensors are of several types.
         """
         if self._writing is not None:
             self._writing.join()
@@ -108,15 +101,12 @@ class Average:
         self._served = self._values if is_enough else self._allocate(theirs.nbytes).view(theirs.dtype)
 
     def _version_before(self, sender: str, version: int) -> int | None:
-        """Returns the version of the average that ``version`` goes on from: the held one, or a file's. None = neither.
-
-        A new sender is a trainer that started again, maybe from a checkpoint. What lies ahead of it then is of steps
-        that it makes again.
-        """
+        """Returns the version of the average that ``version`` goes on from, held or in a file. None = there is none."""
         if self._held is not None:
             held_sender, held = self._held
             if held == version or (held < version and held_sender == sender):
                 return held
+        # What lies ahead is of steps that a trainer makes again after it went back to a checkpoint.
         files = self._files()
         for ahead in [one for one in files if one > version]:
             files.pop(ahead).unlink(missing_ok=True)

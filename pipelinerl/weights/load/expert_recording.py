@@ -1,8 +1,6 @@
 """Servers on CPU report the experts that they chose (`finetune.router_replay`), as vLLM's do on GPUs.
 
-vLLM records experts in its Model Runner V2, whose kernels are Triton's, and its build for CPU has no Triton. The runner
-that it has there runs the same layers, so that the recorder of V2 works with it: it needs to know where a step begins
-and which tokens each request has in it.
+vLLM records experts in its Model Runner V2, which needs Triton. Here its recorder is driven by the CPU's runner.
 """
 
 from types import SimpleNamespace

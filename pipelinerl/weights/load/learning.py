@@ -1,7 +1,7 @@
 """Learns which elements of a model's parameters come from which bytes of a version, from the model's own loaders.
 
-The loaders run once on tensors without memory, and every copy is recorded. A worker then receives only what they copy,
-writes it where they would, and compares it there. What a loader computes with is named, and stays whole.
+The loaders run once on tensors without memory, and every copy is recorded. A tensor that a loader computes with is kept
+whole.
 """
 
 import logging
@@ -61,11 +61,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _RealIntegers(TorchFunctionMode):
-    """Gives memory to the integers and booleans that are made within ``torch.device("meta")``.
-
-    Loaders look at their values: a map of experts says which of them a worker has. They become tensors without memory
-    where they meet one.
-    """
+    """Gives memory to integers and booleans made within ``torch.device("meta")``: loaders look at their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,11 +1,6 @@
 """Checks exactly that the live tensors are the sent bytes, also for updates too small for log-probabilities to show.
 
-The check has two steps. The checksum of the staged bytes equals the trainer's, so the right bytes arrived. `differing`
-finds no live tensor that differs from its staged bytes, so they are in use. Which live elements come from which bytes
-stands in the load plan (`learning.learn`). Values that a loader computes instead of copying are not in it. Only the
-log-probabilities check those.
-
-`LiveCheck` compares every version that becomes live, in the background.
+Values that a loader computes instead of copying are not compared (docs/weights.md, weight probe).
 """
 
 import logging
@@ -53,11 +48,7 @@ class LiveComparison:
 
 
 class LiveCheck:
-    """Compares versions in a thread, so that the engine's loop is not blocked, one at a time.
-
-    From the first question on, every version is compared as soon as it is live. So no version is replaced before it was
-    compared, however late the question about it comes.
-    """
+    """Compares versions in a thread, one at a time: from the first question on, each version as soon as it is live."""
 
     def __init__(self) -> None:
         self._comparisons: dict[int, LiveComparison] = {}
@@ -72,7 +63,7 @@ class LiveCheck:
 
     def result(self, version: int, compare: Callable[[], WeightCheck]) -> WeightCheck | None:
         """Returns the result for a version, None while the comparison runs. Starts it if that is missing."""
-        self._is_asked = True
+        self._is_asked = True  # from now on no version is replaced before it was compared
         if version not in self._comparisons:
             self._begin(version, compare)
         return self._comparisons[version].result

@@ -1,8 +1,7 @@
 """Entry point ``vllm.general_plugins``, which runs first in every process of a vLLM server.
 
-It registers our staged weight-transfer engine with vLLM. In OUR servers it also chooses the product of small layers on
-CPU, has experts recorded there if the run replays them, and ties the processes to their parent. Without that, an API
-process killed with SIGKILL would leave its engine running with its memory and cores.
+It registers our weight-transfer engine with vLLM. In OUR servers it also chooses the product of small layers on CPU,
+has experts recorded there, and ties the processes to their parent, so that no engine outlives a killed API process.
 """
 
 import multiprocessing

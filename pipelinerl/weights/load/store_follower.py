@@ -1,10 +1,7 @@
 """The server's end of a store: looks for newer versions, and has the server stage and swap them like pushed ones.
 
-Consumes: the manifest, every ``poll_s``. Produces: updates of this server. Waits for: the store, in a thread, so that a
-slow one does not delay generation. Ends: with the process.
-
-A version that is incomplete, changed or gone is not served. The server goes on with its weights, and the next look
-begins again with what is then the newest.
+Consumes: the manifest, every ``poll_s``. Produces: updates of this server. Waits for: the store, in a thread. Ends:
+with the process. A version that is incomplete, changed or gone is not served, and the next look begins again.
 """
 
 import asyncio
@@ -82,7 +79,6 @@ class StoreFollower:
     Args:
         updates: the server's updates.
         loop: the server's loop, in which ``updates`` runs.
-        settings: settings of `weights`.
     """
 
     def __init__(self, updates: Updates, loop: asyncio.AbstractEventLoop, settings: FollowerSettings):

@@ -1,10 +1,7 @@
-"""Puts staged bytes into a live vLLM model: by copies to where vLLM's own loaders would put them.
+"""Puts staged bytes into a live vLLM model: by copies to where vLLM's own loaders would put them (docs/weights.md).
 
-`learning.learn` has recorded these copies. `Swap.prepare` makes views of both ends before the pause, and `Swap.swap`
-copies, so addresses stay and captured CUDA graphs stay right. What cannot be copied in the pause is made before it, in
-a bare copy of the module tree: parameters that a loader computes, and the forms into which vLLM's CPU build packs its
-weights, which then replace the live ones. `reload_in_place` is vLLM's layerwise reload during the pause, for models of
-which a layer changes its weights after loading in a way that is not known here.
+Addresses stay, so captured CUDA graphs stay right. `reload_in_place` is vLLM's layerwise reload during the pause, for
+models with a layer that changes its weights after loading in a way that is not known here.
 """
 
 # A parameter is replaced without registering it again, for which torch.nn.Module has no public way.
@@ -118,8 +115,7 @@ class Swap:
         """Makes everything that the swap copies or moves, without touching the live model.
 
         Args:
-            copies: the assignments that were learned.
-            staged: flat uint8, which they read.
+            staged: flat uint8, which ``copies`` read.
             unlearned: parameters that a loader computes.
             wholes: sent tensors that it computes with.
         Raises:

@@ -43,11 +43,7 @@ class Delivery(Protocol):
 
 
 class Pushing:
-    """Has servers pull the version: all that are ready when it comes in one chain, others from those that have it.
-
-    Args:
-        wake: wakes the sender's loop.
-    """
+    """Has servers pull the version: all that are ready when it comes in one chain, others from those that have it."""
 
     def __init__(
         self,

@@ -1,9 +1,6 @@
 """Plans the update of each server to one version: payload and sources. Pure: changes neither offers nor members.
 
-There are two lists. The servers that are well get the version together, in one chain per stripe. At its end, where
-nobody waits for them, are servers that may give slowly. All others are late: those that take slowly, that failed, or
-that came when the chains were under way. A late server pulls from one that has the version, and no two pull from the
-same one, so that its figures are its own link's.
+docs/weights.md says which servers are in a chain, and which are late.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
-"""Which servers are slow to send or to receive, by what their workers saw of their sources. Pure.
+"""Which servers are slow to send or to receive, by what their workers saw of their sources (docs/weights.md). Pure.
 
-A link has two ends, and one of them is at fault. An end is a server, or its node where the link leaves the node: the
-servers of a node share its network card. A link is compared with links of its own kind alone: within a node or between
-nodes, over TCP or NCCL. Servers are judged when a version is planned, so a report may come late.
+An end of a link is a server, or its node where the link leaves the node: servers of a node share its network card.
 """
 
 import logging

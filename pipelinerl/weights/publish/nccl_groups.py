@@ -1,9 +1,4 @@
-"""Which NCCL groups the servers and the trainer's ranks need, and their forming, beside the trainer.
-
-One group joins the trainer's ranks and the workers that pull from them (the heads of the chains). Each link between two
-servers of a chain is a pair. All are used in every update until a member leaves, and a link without a group takes TCP.
-The plan is pure. A group that does not form within `weights.stall_s` is given up, and later tried again.
-"""
+"""Which NCCL groups the servers and the trainer's ranks need, and how they are formed (docs/weights.md)."""
 
 import logging
 import time
@@ -88,15 +83,13 @@ def rounds(plans: Iterable[GroupPlan]) -> list[list[GroupPlan]]:
 
 
 def kept(held: Iterable[GroupPlan], wanted: Sequence[GroupPlan]) -> set[GroupPlan]:
-    """Returns the groups that stay: those that are wanted, and others as long as their members have room for those.
-
-    A larger group takes the place of a wanted one where its further members have room, too.
-    """
+    """Returns the groups that stay: those that are wanted, and others as long as their members have room for those."""
     held, stay = list(held), set[GroupPlan]()
     counts = Counter(member for plan in wanted for member in plan.members)
     for plan in wanted:
         for one in held:
             further = set(one.members) - set(plan.members)
+            # A larger group takes its place if its further members have room, too.
             if one.covers(plan) and all(counts[member] < MOST_GROUPS for member in further):
                 stay.add(one)
                 counts.update(further)

@@ -1,8 +1,4 @@
-"""A trainer rank's end of weight updates: it snapshots its stripe of every version, and servers pull it from here.
-
-The stripes of all ranks make up the model. No rank holds more than its own. Rank 0's `sender` tells the servers who has
-which stripe, and asks the other ranks for the descriptions of theirs. With a store, it has them write their stripes.
-"""
+"""A trainer rank's end of weight updates: it snapshots its stripe of every version, and servers pull it from here."""
 
 import threading
 import time
@@ -94,7 +90,6 @@ class Origin:
     """Serves one rank's stripe of the newest versions.
 
     Args:
-        settings: settings of weight updates.
         sender: name of the trainer process, equal on all its ranks.
         rank, ranks: this rank, and the number of ranks that send.
     """
@@ -133,8 +128,7 @@ class Origin:
 
         Args:
             version: number of optimizer steps that made these weights.
-            params: all full tensors, in the order of ``specs``. They are consumed one by one, so that a sharded trainer
-                gathers one at a time.
+            params: all full tensors, in the order of ``specs``, consumed one by one, as a sharded trainer gathers them.
             specs: every parameter's name, dtype and full shape.
             plan: rank 0's decision for this version.
         """

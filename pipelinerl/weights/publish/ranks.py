@@ -17,10 +17,11 @@ _files: msgspec.json.Decoder[Written | Failed] = msgspec.json.Decoder(Written | 
 
 
 class Ranks:
-    """Args:
-    own: rank 0's end.
-    others: addresses of the ends of ranks 1, 2, ….
-    settings: settings of weight updates.
+    """The ends of the trainer's ranks.
+
+    Args:
+        own: rank 0's end.
+        others: addresses of the ends of ranks 1, 2, ….
     """
 
     def __init__(self, own: Origin, others: Sequence[Address], settings: SenderSettings):

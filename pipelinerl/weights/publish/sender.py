@@ -1,13 +1,9 @@
 """The trainer's end: takes a snapshot of the weights, has it delivered, announces which server serves which version.
 
-Consumes: versions from the training loop, the provider's servers, their answers, missed probes.
-Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version,
-`ProbePassed` whenever one has been verified with it.
-Waits for: servers, each in its own coroutine with a deadline. Ends: at ``close`` or with the first error, which the
-training loop sees at its next call.
-
-Servers pull a version from the trainer's ranks and from one another, or fetch it from a store (`delivery`). Each server
-is announced as soon as it serves the version, without waiting for the slowest.
+Consumes: versions from the training loop, the provider's servers, their answers, missed probes. Produces: updates of
+servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version, `ProbePassed` whenever
+one has been verified with it. Waits for: servers, each in its own coroutine with a deadline. Ends: at ``close`` or with
+the first error, which the training loop sees at its next call.
 """
 
 import asyncio
@@ -46,7 +42,6 @@ class WeightSender:
 
     Args:
         servers: returns the current servers of the policy, and of teachers that follow it. Called often.
-        settings: settings of weight updates.
         announce: writes a message to topic `trainer`. Called from one thread.
         origin: rank 0's own end. None = this process is the only rank.
         others: addresses of the origins of ranks 1, 2, ….
@@ -254,10 +249,8 @@ class WeightSender:
         self._loop.wake()
 
     async def _announce(self) -> None:
-        """Announces missed probes, then which server serves which version and which are verified.
-
-        All are read in one turn of the loop: a server that leaves service for its miss is never told before the miss.
-        """
+        """Announces missed probes, then which server serves which version and which are verified."""
+        # Read in one turn of the loop: a server that leaves service for its miss is never told before the miss.
         misses, self._misses = self._misses, []
         clients = [copy.copy(client) for client in self._pool if client.is_policy]
         verified = {} if self._checker is None else self._checker.verified

@@ -1,7 +1,4 @@
-"""The trainer's view of one server: whether it answers, which version it holds, which version it serves.
-
-It talks HTTP to the server and makes no decisions.
-"""
+"""The trainer's view of one server, over HTTP: whether it answers, which version it holds, which one it serves."""
 
 import asyncio
 import contextlib
@@ -84,25 +81,18 @@ class ServerClient:
 
     @property
     def is_policy(self) -> bool:
-        """Whether it samples with the version that it serves, so that it is checked and announced.
-
-        Other servers make something else of a version (a teacher's average), which no one compares with the trainer.
-        """
+        """Whether it samples with the version that it serves, and so is checked and announced. A teacher does not."""
         return self.job.kind == "actor_llm"
 
     def record_outcome(self, outcome: "UpdateOutcome") -> None:
-        """Records the end of an update: the server now serves the version or is out of service.
-
-        A server that was held up by others stays in service with the version that it has, and is sent this one again.
-        Others should not depend on it until it has one.
-        """
+        """Records the end of an update: the server serves the version, was held up by others, or is out of service."""
         self.last, self.update = outcome, None
         self.ended += 1
         if outcome.answer is not None:
             self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
             self.is_suspect, self.refused_at = False, None
         elif outcome.is_held_up:
-            self.is_suspect = True
+            self.is_suspect = True  # others should not depend on it until it has a version
             log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
         elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
             self.refused_at = time.monotonic() if self.refused_at is None else self.refused_at
@@ -131,10 +121,8 @@ class ServerClient:
         self.is_up, self.is_suspect = False, True
 
     async def info(self) -> WeightInfo | str | None:
-        """Asks the server for its state. Returns ``GONE`` if no process listens, None if it does not answer.
-
-        The question passes through the engine's loop, so a frozen engine behind a live HTTP server is not up.
-        """
+        """Asks the server for its state. Returns ``GONE`` if no process listens, None if it does not answer."""
+        # The question passes through the engine's loop, so a frozen engine behind a live HTTP server is not up.
         with contextlib.suppress(httpx.HTTPError, *UNREADABLE):
             try:
                 response = await self.http.get(INFO_PATH, timeout=PROBE_TIMEOUT_S)

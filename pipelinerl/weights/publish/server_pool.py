@@ -1,7 +1,4 @@
-"""The servers that the provider names. One coroutine watches each server.
-
-A server that died or lost its weights (restarted) leaves service. A server that answers may be sent weights.
-"""
+"""The servers that the provider names, each watched by a coroutine."""
 
 import asyncio
 import logging

@@ -1,8 +1,4 @@
-"""One trainer rank's stripe of the newest versions, from the end of an optimizer step until the last server has it.
-
-One buffer is enough while every server keeps up. A second one is made if servers still pull the newest version when the
-next one is due, or for deltas, whose base is the previous version.
-"""
+"""One trainer rank's stripe of the newest versions, from the end of an optimizer step until the last server has it."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -45,11 +41,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """One rank's buffers on the registry from which servers pull.
+    """One rank's buffers on the registry from which servers pull: two if servers still pull the newest, or for deltas.
 
     Args:
         sender: name of the trainer process, equal on all its ranks.
-        buffer registry: the registry of this rank.
         device: of the trainer. Buffers lie in host memory, pinned if it is a GPU.
         rank, ranks: this rank, and the number of ranks that send.
     """

@@ -1,8 +1,7 @@
 """Publishes versions in a store. Servers fetch them by themselves and report what they serve.
 
 Consumes: versions that the ranks have taken, reports of servers. Produces: files, a manifest. Waits for: ranks that
-write, in a task of its own, so that nothing else waits for a slow store. A version that cannot be published is tried
-again. After ``timeout_s`` without success, or without an answer, the updates end with the reason.
+write, in a task of its own. Ends: after `weights.timeout_s` without success or answer, with the reason.
 """
 
 import asyncio
@@ -36,8 +35,6 @@ T = TypeVar("T")
 class Publishing:
     """The `pipelinerl.weights.publish.delivery.Delivery` to a store.
 
-    Args:
-        wake: wakes the sender's loop.
     Raises:
         StoreError: the store cannot be read.
     """

@@ -1,8 +1,4 @@
-"""The versions on their way to the servers: how the next one is taken, and the one that is offered now.
-
-The plan of the next one (which buffers stay, whether it is encoded as a difference) is equal on all ranks. An offer
-says where a version's bytes are, and who still pulls them.
-"""
+"""The versions on their way to the servers: how the next one is taken, and the one that is offered now."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -55,10 +51,7 @@ class DeltaChoice:
         return is_faster != (self._count % RETRY == 0)
 
     def measured(self, version: int, seconds: float, *, is_delta: bool) -> None:
-        """Records how long a server waited for a version. Encoding counts.
-
-        Only the first server to report counts: a slow or late one says nothing about the way.
-        """
+        """Records how long the first server waited for a version, with its encoding. Others may be slow or late."""
         if self._version is not None and version <= self._version:
             return
         self._version = version

@@ -2,8 +2,7 @@
 
     hexadecimal HMAC-SHA256 of the rest under the run's secret | newline | JSON of a `StoreManifest`
 
-It names every file with its length and SHA-256. So who can write to the store, but does not know the secret, can keep
-servers from finding a new version. He cannot make them take his bytes.
+Without the secret, who can write to the store can keep servers from new versions, but cannot make them take his bytes.
 """
 
 import hmac
@@ -98,13 +97,10 @@ class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def extended(before: StoreManifest | None, step: Step) -> tuple[Step, ...] | None:
-    """Returns the steps up to a difference, or None if a whole version must be written instead.
-
-    A server that comes late reads the whole version and all differences. They may be as large together as a whole one.
-    """
+    """Returns the steps up to a difference, or None if a whole version must be written instead."""
     if before is None or step.base_version != before.version or len(before.steps) >= MAX_STEPS:
         return None
-    steps = (*before.steps, step)
+    steps = (*before.steps, step)  # a server that comes late reads all of them
     return steps if sum(later.num_bytes for later in steps[1:]) <= steps[0].num_bytes else None
 
 

@@ -1,9 +1,4 @@
-"""The trainer's bookkeeping of a store: which files make up the newest version, and which may be removed.
-
-A version's files stay while its manifest is one of the newest ``keep``, for ``grace_s`` after another one has replaced
-it, and for as long as a server says that it is reading them. So the size does not grow with the number of versions. A
-server that finds a file gone all the same starts again with the newest version.
-"""
+"""The trainer's bookkeeping of a store: which files make up the newest version, and which may be removed."""
 
 import logging
 import re
@@ -74,7 +69,6 @@ class Publisher:
     """Publishes the versions of one trainer process.
 
     Args:
-        files: the store.
         secret: the run's secret, which signs the manifest.
         sender: name of the trainer process.
         keep: manifests whose files stay in any case.

@@ -1,7 +1,6 @@
 """Transport of a bucket between two processes: in the connection, through NCCL, or as a handle of GPU memory.
 
-The connection always carries the frame that announces a bucket, so stalls, deaths and byte offsets are handled in the
-same way for all bucket transports.
+The connection always carries the frame that announces a bucket, so all transports handle stalls and deaths alike.
 """
 
 import time
@@ -53,16 +52,14 @@ class TcpTransport:
 
 
 class NcclTransport:
-    """Another member of an NCCL group. Each bucket waits until both ends have nothing else to do in the group.
-
-    A source holds its own turn and then asks for the puller's, and no member is both. So no two wait for each other.
-    """
+    """Another member of an NCCL group. Each bucket waits until both ends have nothing else to do in the group."""
 
     def __init__(self, group: Group, member: int, patience_s: float):
         self._group, self._member, self._patience_s = group, member, patience_s
 
     def send_bucket(self, connection: Connection, bucket: torch.Tensor) -> None:
         with self._group.turn(self._patience_s) as communicator:
+            # It holds its own turn and asks for the puller's. No member is both, so no two wait for each other.
             connection.send(MESSAGE)
             _expect_message(connection)
             self._run(lambda: communicator.start_send(bucket, self._member))

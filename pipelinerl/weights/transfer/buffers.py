@@ -1,7 +1,6 @@
-"""Bytes by key that others may pull, also while they are still arriving.
+"""Bytes by key that others may pull, also while they are still arriving. Never copies them.
 
-A `BufferRegistry` never copies. An item is its owner's flat tensor and how far each of its ranges is filled. Before the
-owner changes a tensor it withdraws the item, which interrupts all its readers. So no reader sees bytes of two versions.
+The owner of a tensor withdraws its item before it changes the tensor, so no reader sees bytes of two versions.
 """
 
 import threading

@@ -1,8 +1,6 @@
 """Chooses the sources of each worker: one pipelined chain of all workers per stripe. Pure.
 
-A chain sends every byte once over every link. The trainer's link carries the model once for any number of servers, and
-each worker receives and forwards it once. A tree of degree two would halve the rate, because each inner worker's link
-carries every byte twice. It is faster only if the model is smaller than (number of workers) buckets
+A tree of degree two would halve the rate, and is faster only if the model is smaller than (number of workers) buckets
 (docs/algorithms.md §11). A broadcast group fails as a whole with its first member.
 """
 
@@ -100,9 +98,6 @@ def join(server: Server, holders: Sequence[Server], origins: Sequence[Stripe]) -
 
 
 def _near(server: Server, worker: int, others: Sequence[Server]) -> list[Address]:
-    """Returns the sources of a worker before the trainer, nearest first.
-
-    Earlier workers of the same server have the same bytes if they are replicas, or if all of them keep the whole
-    version. Those that keep another shard refuse at once. Workers with the same number keep the same shard.
-    """
+    """Returns the sources of a worker before the trainer, nearest first."""
+    # Those that keep another shard refuse at once. Workers with the same number keep the same shard.
     return [*server[max(worker - NEIGHBOURS, 0) : worker][::-1], *(other[worker % len(other)] for other in others)]

@@ -1,10 +1,8 @@
-"""Lossless delta of two flat buffers: the changed 16-bit words and their places.
-
-In bf16 a step at a learning rate around 1e-6 changes few words, because most updates round to zero. The encoding holds
-the number of changed words of every chunk of 65,536 words. Each changed word takes 4 bytes: its 16-bit place in the
-chunk and its new value. Applying the delta to the base gives exactly the new buffer.
+"""Lossless delta of two flat buffers: the changed 16-bit words and their places in chunks of 65,536 words.
 
     payload = counts int32 [chunks] | places uint16 [changed] | values uint16 [changed]
+
+In bf16 a step at a learning rate around 1e-6 changes few words, because most updates round to zero.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,9 +1,8 @@
 """The NCCL groups of one process, over which buckets go to and from other processes.
 
-Consumes: the trainer's orders to join a group (`JoinGroup`). Produces: groups that `bucket.NcclTransport` uses in every
-update. A group exists until the connection over which it was ordered ends. Its first members are sources, the others
-pullers. Every call of NCCL that may block has its own thread, which is left behind after a time-out: NCCL has no
-deadlines. A transfer that is not done in time breaks the group, and its pull goes on in the connection.
+Consumes: the trainer's orders to join a group (`JoinGroup`). Produces: groups that `bucket.NcclTransport` uses. A group
+exists until the connection over which it was ordered ends. NCCL has no deadlines, so every call that may block has its
+own thread, which is left behind after a time-out.
 """
 
 import ctypes

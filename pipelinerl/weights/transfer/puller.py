@@ -1,10 +1,8 @@
-"""Pulls one part of a payload from the nearest source that delivers.
+"""Pulls one part of a payload from the nearest source that delivers. A file in the store is a source, too.
 
-Consumes: the part's sources, in order. Produces: bytes in an item of the registry, as they arrive, and what it saw of
-each source. Waits for: bytes. It leaves a source that is dead or silent for ``stall_s``, and continues with the next
-one at the offset reached. It never leaves a slow one: the trainer gives it another one for the next version, if the
-source was at fault (`publish.links`). A file in the store is a source, too.
-Ends: at the last byte, or when its caller's check raises.
+Consumes: the part's sources, in order. Produces: bytes in an item of the registry, and what it saw of each source.
+Waits for: bytes. It leaves a source that is dead or silent for ``stall_s``, never a slow one, and goes on with the next
+one at the offset reached. Ends: at the last byte, or when its caller's check raises.
 """
 
 import hashlib

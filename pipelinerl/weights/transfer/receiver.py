@@ -1,7 +1,6 @@
 """One worker's end of an update: receives all bytes into a staging buffer in the background and forwards them.
 
-A `Receiver` never touches the model. At most one transfer is current. A newer one supersedes it and starts to write
-only after the older one's threads have ended, so no late thread can write into bytes in use.
+A transfer starts to write only after the threads of the one that it supersedes have ended.
 """
 
 import logging
@@ -267,10 +266,7 @@ class Receiver:
             )
 
     def _run(self, transfer: Transfer) -> None:
-        """Consumes the sources' bytes and produces a staged buffer.
-
-        Ends at the last byte, at an error, at the deadline, or when superseded.
-        """
+        """Produces a staged buffer. Ends at the last byte, at an error, at the deadline, or when superseded."""
         started = time.monotonic()
         if transfer.previous is not None:
             transfer.previous.join()

@@ -1,10 +1,7 @@
 """The part of a version that one worker keeps: the bytes that vLLM's own loaders copy into its parameters. Pure.
 
-A tensor-parallel worker needs a slice of most tensors, a pipeline-parallel one some tensors only. The load plan, which
-`load.learning.learn` has recorded, says which elements the loaders copy. Here these become runs of bytes at equal
-distances in the version, which lie one after the other in the shard. What a loader computes with is kept whole. A
-source that has the whole version gathers the runs from it (`gather_runs`). One that has the same shard gives its bytes
-as they are. `staged_copies` says where each copy of the plan finds its elements in what is staged.
+The elements of a load plan (`load.learning.learn`) become runs of bytes at equal distances in the version, which lie
+one after the other in the shard. What a loader computes with is kept whole.
 """
 
 import hashlib

@@ -1,10 +1,7 @@
 """Serves a process's buffer registry to pullers. Each trainer rank and each server worker has one source server.
 
-Consumes: connections with questions (`Get`, at a worker `PullUpdate` from its own server, at a trainer rank `Describe`
-and `Write` from rank 0, and `Sum` from servers' workers).
-Produces: available bytes, and several times a second between them how far this process is.
-Waits for: bytes on the registry, pullers. Each puller has its own thread, so a frozen puller does not delay others.
-Ends: at ``close``.
+Consumes: connections with questions. Produces: available bytes, and between them how far this process is. Waits for:
+bytes on the registry, pullers, each in its own thread. Ends: at ``close``.
 """
 
 import contextlib

@@ -1,12 +1,9 @@
-"""Framed connections between processes that hold weights: TCP, authenticated both ways by the run's secret.
-
-Plain sockets carry the frames. A Gloo group fails as a whole when one member dies, and cannot continue at a byte offset
-with another member. A self-healing chain needs both.
+"""Framed connections between processes that hold weights: TCP or TLS, authenticated both ways by the run's secret.
 
     frame = kind (1 byte) | length (8 bytes) | body
 
-With `world.tls` the frames are in records of TLS 1.3. Every wait has a patience: the seconds that may pass without a
-byte. ``close`` from any thread ends a wait.
+Not a Gloo group: it fails as a whole when one member dies, and cannot continue at a byte offset with another member.
+Every wait has a patience: the seconds that may pass without a byte. ``close`` from any thread ends a wait.
 """
 
 import contextlib

@@ -1,14 +1,9 @@
 """Decides from two lists of log-probabilities whether a server samples from the weights it was sent. Pure.
 
-Trainer and server score the same likely tokens with different kernels. In bfloat16 their values differ by noise that
-depends on the model (0.016 nats at a logit deviation of 1, 0.05 at 4, 24 layers) and differs in every version. A fixed
-bound would either expel healthy servers or detect nothing, so each server is calibrated while both ends hold the same
-file. Later versions are compared by their change (docs/algorithms.md §10):
+Two kernels differ by noise that depends on the model (0.016 nats at a logit deviation of 1, 0.05 at 4, 24 layers), so
+each server is calibrated while both ends hold the same file. Later their changes are compared (docs/algorithms.md §10):
 
-    e = (server − server₀) − (trainer − trainer₀)           difference between the two changes
-
-`check_version` finds two faults: wrong weights (e is larger than the noise allows) and a missed update (the server's
-change does not follow the trainer's).
+    e = (server − server₀) − (trainer − trainer₀)
 """
 
 from dataclasses import dataclass, replace

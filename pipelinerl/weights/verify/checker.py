@@ -1,11 +1,4 @@
-"""Checks during generation and training that every server samples from the weights it was sent.
-
-A version goes live at once and is checked afterwards. The server compares its live tensors with the sent bytes
-(`digest`), and from time to time its log-probabilities are compared with the trainer's (`calibration`). After its first
-fault a server is sent the weights again, and after the second it leaves the run. Scores are requested one sequence at a
-time and for at most 1 / `DUTY` of the time, so they delay no other work. The sequences that a server scores before its
-next version are compared, because updates may be faster than a whole text. Each version begins with another sequence.
-A server is calibrated before its first update, while it holds the model's file.
+"""Checks during generation and training that every server samples from the weights it was sent (docs/weights.md).
 
 Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
 Produces: `Miss`, and the verified version of each server. Waits for: servers, each with a deadline, in threads of its
@@ -236,13 +229,11 @@ class WeightChecker:
         return {name: state.verified for name, state in tuple(self._states.items())}
 
     def wants_scores(self, *, is_idle: bool) -> bool:
-        """Whether the trainer should score the next version: a server in service is unverified, or a comparison is due.
-
-        A trainer that is not idle stands still for it, so the comparison may be late, by up to ``DUTY`` once more.
-        """
+        """Whether the trainer should score the next version: a server is unverified, or a comparison is due."""
         if self._text is None:
             return False
         unverified = any(w.service is not None and not w.is_scored for w in tuple(self._states.values()))
+        # A trainer that is not idle stands still for it.
         duty = UNVERIFIED_DUTY if unverified else DUTY if is_idle else 2 * DUTY
         return time.monotonic() - self._scoring.ended >= duty * self._scoring.seconds
 

@@ -1,8 +1,7 @@
 """The weight probe: its text, and its two questions over HTTP: are these the sent bytes, how likely is this text.
 
-The text is tokens that a server of the run sampled from the model's file, and the trainer's scores of them. Sampled
-tokens are likely tokens, whose log-probabilities differ least between healthy kernels. The text and its scores at
-version 0 are stored in the run folder, so that a late or restarted server can be calibrated before its first update.
+The text is tokens that a server of the run sampled from the model's file: log-probabilities of likely tokens differ
+least between healthy kernels.
 """
 
 from dataclasses import dataclass, replace

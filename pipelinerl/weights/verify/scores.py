@@ -1,8 +1,6 @@
 """Exact scores: the log-probability of every given token under a server's model. Imports neither torch nor vLLM.
 
-A request carries token ids and gets the log-probability of each id. Nothing is tokenized on the way. Policy servers
-score at temperature 1. Reference servers score at the run's sampling temperature (`pipelinerl.inference.args`), so
-their scores are comparable with the sampler's.
+Policy servers score at temperature 1, reference servers at the run's sampling temperature.
 """
 
 from collections.abc import Mapping, Sequence
@@ -128,7 +126,6 @@ async def score_sequences(
         images: encoded images of that one.
         image_spans: int32 [I, 2], the tokens that stand for each.
         num_top: J, most likely tokens of each place.
-        timeout_s: deadline of the whole request.
 
     Raises:
         ServerError: the server answered with a failure status (400: one of these sequences can never be scored).
