@@ -2,13 +2,7 @@
 
 A prompt continues a call if it repeats the call's messages and its answer. Its tokens are then ``prompt ids of the call
 + sampled ids + ids of what the template writes between this answer and the next one``. The history is never rendered
-again, so a template that drops thoughts or writes arguments in its own way changes no token.
-
-What stands between two answers is found in a short conversation with a known answer: the text after that answer, with
-the new messages behind it. The code of a family (``families``) knows it. A prompt that continues no call is rendered
-whole and starts another training sequence.
-
-The module is pure except for the tokenizer.
+again, so a template that drops thoughts changes no token. A prompt that continues no call starts another sequence.
 """
 
 import hashlib
@@ -68,8 +62,6 @@ def answers_of(sampled_text: str, end_text: str, said: ReadText, stop: Sequence[
 
     Args:
         sampled_text: the completion decoded, without the token that ended it.
-        end_text: text of that token.
-        said: what was read in the sampled text.
         stop: stop strings of the call. OpenAI's API leaves the one that ended an answer out.
     """
     texts = {sampled_text, sampled_text + end_text, said.content}
@@ -92,11 +84,8 @@ def extend(
     """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None if no turn is continued.
 
     Args:
-        renderer: of the policy's tokenizer.
         turns: earlier turns of the rollout, oldest first.
-        messages: the new prompt's messages.
-        history: of these messages.
-        tools: the new prompt's tools.
+        messages, history, tools: of the new prompt.
         kwargs: further variables of the chat template.
     """
     continued = [turn for turn in reversed(turns) if turn.tools == tools and _continues(history, turn)]
@@ -109,10 +98,9 @@ def extend(
 
 
 def is_fork(turns: Sequence[Turn], messages: Sequence[dict], history: History, continued: Turn | None) -> bool:
-    """Whether a prompt leaves sampled tokens behind that belong to its conversation.
+    """Whether a prompt leaves sampled tokens of its conversation behind.
 
     That is so if an answer in it was edited or left out, or an earlier message or the tools changed after an answer.
-    The first prompt of another conversation is none.
     """
     if continued is not None:
         return any(message.get("role") == "assistant" for message in messages[len(continued.history) + 1 :])

@@ -1,8 +1,7 @@
 """Finished conversations as training tokens: every answer exactly as a server would have sampled it after its prompt.
 
-An answer's tokens are encoded apart from its prompt's, because a server samples them after the prompt's tokens. They
-end with the token that ends the message. A later turn continues the same sequence if the template leaves the earlier
-text as it was, as `rendering.extend` decides it for rollouts. Otherwise it starts another sequence.
+An answer's tokens are encoded apart from its prompt's, as a server samples them after the prompt. A later turn
+continues the same sequence if the template leaves the earlier text as it was.
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,6 @@ def answered_texts(
     """The sequences of a conversation. What comes after its last answer is left out.
 
     Args:
-        renderer: of the policy's tokenizer.
         messages, tools: in OpenAI format.
         kwargs: further variables of the chat template.
     Raises:

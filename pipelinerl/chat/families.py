@@ -1,9 +1,4 @@
-"""Renders with the code of a model family instead of a chat template: the package `renderers` has it, and some models
-publish no template.
-
-Only two things change: the tokens of a prompt that starts a sequence, and those between two answers. Which call a
-prompt continues, and what is counted when it continues none, is decided as with a template (``continuation``).
-"""
+"""Renders with the code of a model family in the package `renderers`, as some models publish no chat template."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,12 +19,7 @@ BY_NAME = ("auto", "default")
 
 
 class FamilyRenderer(ChatRenderer):
-    """Renders text as a family of `renderers` does.
-
-    Args:
-        tokenizer: of the policy.
-        family: name of the family there, such as ``qwen3``.
-    """
+    """Renders text as a family of `renderers`, such as ``qwen3``, does."""
 
     def __init__(self, tokenizer: Any, family: str):
         super().__init__(tokenizer)
@@ -93,9 +83,6 @@ def family_renderer(tokenizer: Any, family: str, kwargs: Mapping[str, Any]) -> "
 def check_family(family: str, kwargs: Mapping[str, Any]) -> Any:
     """Returns the family's configuration in `renderers`. Thoughts stay in the history unless ``kwargs`` says otherwise.
 
-    Args:
-        family: name of the family.
-        kwargs: its options.
     Raises:
         ConfigError: the package is not installed, or has no such family, or the family has no such option.
     """

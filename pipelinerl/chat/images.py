@@ -1,8 +1,7 @@
 """Finds the images of messages and the tokens that stand for them.
 
-A chat template writes one placeholder token per image. The server replaces it by the tokens that its processor makes of
-the image, and answers with the prompt that it read. Which placeholders belong to images is said by their positions,
-because a model can sample the placeholder's token like any other.
+A chat template writes one placeholder token per image. The server replaces it by the tokens of the image and answers
+with the prompt that it read. Positions tell the placeholders, because a model can sample their token, too.
 """
 
 import base64
@@ -70,7 +69,10 @@ def image_bytes(part: dict) -> bytes:
 def open_image(data: bytes) -> "Image":
     """Decodes an image to the RGB pixels that vLLM's own routes make of it: upright, on white where it is transparent.
 
-    Of a moving one this is the first picture. Raises ``ValueError`` for what is none, or is too large.
+    Of a moving one this is the first picture.
+
+    Raises:
+        ValueError: the data is no image, or it is too large.
     """
     from PIL import Image, ImageOps
 
@@ -177,7 +179,8 @@ def check_expansion(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the prompt and the spans of its images as the server read them.
 
-    Raises ``ServerError`` unless the prompt is the one that was sent, apart from the tokens that stand for images.
+    Raises:
+        ServerError: the prompt differs from the one that was sent in more than tokens that stand for images.
     """
     if read_ids is None or read_spans is None or not _same_text(sent_ids, sent_spans, read_ids, read_spans):
         raise ServerError("the server read another prompt than the one that was sent", 502)

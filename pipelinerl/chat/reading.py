@@ -1,8 +1,7 @@
 """Reads what a model said in its sampled text: a thought, tool calls, and the content.
 
-Tool calls in Hermes' format and PipelineRL's `rl_tool` are read here, others, and thoughts, by vLLM's parsers. A call
-has a name and a JSON object as arguments, which every reader of JSON takes. A text with anything else stays text,
-whatever a parser makes of it: it is the policy's mistake, and neither domains nor agents see half a call.
+A call has a name and a JSON object as arguments. A text with anything else stays text, whatever a parser makes of it:
+it is the policy's mistake.
 """
 
 import functools
@@ -46,7 +45,6 @@ def reader_of(
     Args:
         tool_parser: "" for Hermes, `rl_tool` for PipelineRL's, otherwise one of vLLM's ``--tool-call-parser``.
         reasoning_parser: "" leaves thoughts in the content, otherwise a name for ``--reasoning-parser``.
-        tokenizer: for vLLM's parsers.
         tools: the prompt's tools in OpenAI format. Without them nothing is read as a call.
         kwargs: variables of the chat template, which say whether the model thinks.
     Raises:

@@ -1,8 +1,4 @@
-"""Converts messages to tokens and back: renders whole conversations with a chat template, and caches the newest.
-
-It is pure except for the tokenizer, and never talks to a server. ``continuation`` finds the tokens of a later turn,
-``families`` renders without a template.
-"""
+"""Converts messages to tokens and back: renders whole conversations with a chat template, and caches the newest."""
 
 import contextlib
 import json
@@ -72,8 +68,7 @@ class ChatRenderer:
         """Renders the prompt for the assistant's next message.
 
         Args:
-            messages: in OpenAI format.
-            tools: in OpenAI format, or None.
+            messages, tools: in OpenAI format.
             kwargs: further variables of the chat template.
         """
         key = _cache_key(messages, tools, kwargs)
@@ -104,8 +99,7 @@ class ChatRenderer:
         """Renders the text of a conversation.
 
         Args:
-            messages: in OpenAI format.
-            tools: offered to the model, in OpenAI format. None: no tools.
+            messages, tools: in OpenAI format.
             kwargs: further variables of the chat template.
             ask: whether to add the opening of the assistant's next message.
         """

@@ -9,8 +9,7 @@ def check_same_vocabulary(policy: str, others: Iterable[str], *, trust_remote_co
     """Refuse models to which a token id of the policy means something else, or nothing.
 
     Args:
-        policy: folder or Hugging Face name of the policy.
-        others: those of the models that score its tokens.
+        policy, others: folders or Hugging Face names. The others score the policy's tokens.
     Raises:
         ConfigError: with the first token in which they differ.
     """
