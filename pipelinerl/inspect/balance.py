@@ -1,8 +1,7 @@
 """Whether generation and training keep up with each other in a run, and the split of devices that balances them.
 
-Two shares of time say it: the trainer waits for data if generation is the narrow side, and `max_lag_steps` keeps slots
-of the servers empty if training is. Nothing is said of a share that is not certainly above `TOLERATED`. Everything is
-pure but `balance_figures` and `read_splits`.
+The trainer waits for data if generation is the narrow side, and `max_lag_steps` keeps slots of the servers empty if
+training is. Nothing is said of a share that is not certainly above `TOLERATED`.
 """
 
 import math
@@ -132,10 +131,7 @@ def balance_of(series: Series) -> Balance | None:
 
 
 def better_split(balance: Balance, splits: Divisions) -> tuple[Division, float] | None:
-    """Return the split that trains most, and its speed over the present one. None if none is certainly faster.
-
-    A side's speed grows with its devices. Of splits that are equally fast the first one counts.
-    """
+    """Return the split that trains most, and its speed over the present one. None if none is certainly faster."""
     now = splits.now.generating, splits.now.training
     others = [other for other in splits.others if (other.generating, other.training) != now]
     if balance.narrow not in ("generation", "training") or not others:

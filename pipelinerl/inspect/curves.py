@@ -65,10 +65,8 @@ def shift_of(values: Sequence[float], *, trials: int | None = None) -> Shift:
 
 
 def worth_of(shares: Sequence[float], values: Sequence[float]) -> float:
-    """How much a unit of the first curve adds to the second one, at least 0. Both have the same points.
-
-    It is the slope of their steps from point to point, less the mean step: a trend of both shows no connection.
-    """
+    """How much a unit of the first curve adds to the second one, at least 0. Both have the same points."""
+    # the slope of the steps, less the mean step: a trend of both curves shows no connection
     steps, values_steps = ([after - before for before, after in pairwise(curve)] for curve in (shares, values))
     if len(set(steps)) < 2:
         return 0.0
@@ -76,10 +74,7 @@ def worth_of(shares: Sequence[float], values: Sequence[float]) -> float:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209), which may be an effective number.
-
-    It stays within [0, 1] and has a width at 0 and 1, too.
-    """
+    """Wilson's 95 % interval of a share of ``count`` trials, or an effective number of them (JASA 22, 1927, p. 209)."""
     if not count:
         return 0.0, 1.0
     square = Z_95**2 / count

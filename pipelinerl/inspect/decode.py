@@ -1,8 +1,6 @@
 """Decodes token ids to text, one piece per token, and finds the messages in the text.
 
-The pieces of a sequence joined are its text, including special tokens. If a character is split over several tokens, the
-last of them has the character and the others have empty pieces. All functions are pure except the one that loads the
-tokenizer.
+If a character is split over several tokens, the last of them has the character and the others have empty pieces.
 """
 
 import re
@@ -170,7 +168,6 @@ def show_images(
     Args:
         pieces: text of each shown token. Changed, and returned.
         places: place of each shown token in the sequence, ascending.
-        images: of the sequence's rollout.
     """
     for image, start, end in [] if sequence.images is None else sequence.images.tolist():
         first, last = np.searchsorted(places, (start, end)).tolist()
@@ -201,10 +198,7 @@ def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
 
 
 def messages_in(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
-    """Find the messages in a sequence's text.
-
-    Marks that the template wrote belong to no message. Marks that the policy sampled are text of its message: a policy
-    that samples the beginning of a user's turn has made no turn.
+    """Find the messages in a sequence's text. A mark of a turn that the policy itself sampled begins no message.
 
     Args:
         pieces: text of each token.
@@ -233,10 +227,7 @@ def _parts(text: str, origin: Sequence[bool], start: int, end: int) -> tuple[tup
 
 
 def problem_fields(problem: str) -> dict[str, Any]:
-    """Parse a problem's fields. A text that is not a JSON object, or was cut, becomes the only field `problem`.
-
-    So does one that JSON does not allow (halves of a surrogate pair, NaN), or that is nested too deeply to be shown.
-    """
+    """Parse a problem's fields. A text that is no JSON object, or one too deep to show, becomes the field `problem`."""
     try:
         fields = msgspec.json.decode(problem)
     except (msgspec.DecodeError, RecursionError):

@@ -13,8 +13,7 @@ HEADER = ("not trained", "attempts", "groups", "rollouts", "what happened", "wha
 def drops_table(run_dir: Path, replicas: int = 1) -> list[tuple[str, ...]]:
     """One row of texts per reason that occurred, in the order of `DropReason`, as `HEADER` names them.
 
-    Attempts and groups count since the start of each actor. Rollouts are those that the preprocessor dropped since the
-    run began. Attempts may have succeeded when they were repeated.
+    Attempts and groups count since the start of each actor, rollouts since the run began.
 
     Args:
         replicas: number of actors, and of preprocessors.

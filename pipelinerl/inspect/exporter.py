@@ -1,8 +1,7 @@
 """Exports a run's metrics to Prometheus on one port: `python -m pipelinerl.inspect.exporter RUN [--port 9400]`.
 
-Reads the run folder when it is scraped: the newest point of every role's metrics, the roles' statuses and the leases.
-It is a separate process, so that scrapes cost the roles nothing and no role opens a port for them. `--scrape-config`
-and `--dashboard` print the documents for Prometheus and Grafana.
+Reads the run folder when it is scraped. `--scrape-config` and `--dashboard` print the documents for Prometheus and
+Grafana.
 
     pipelinerl_<role>_<metric>                    the newest value
     pipelinerl_<role>_<metric>{metric}            the same, where other characters than a-z, A-Z, 0-9 and _ are written

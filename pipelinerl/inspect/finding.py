@@ -1,7 +1,4 @@
-"""One thing that was found in a run, a domain or a machine, and its forms: a line, numbered lines, JSON. Pure.
-
-A check is a function that yields findings about what was seen. It never changes a run.
-"""
+"""One thing that was found in a run, a domain or a machine, and its forms: a line, numbered lines, JSON. Pure."""
 
 import dataclasses
 import shlex

@@ -1,9 +1,7 @@
 """The outcome of every dispatched rollout (`pipelinerl status RUN --ledger`), derived from the topics.
 
-`actor` says which groups were published or dropped, `preprocessor` which rollouts were packed for which step or
-dropped and why, `trainer` how many steps are trained. A violation is a dispatch that was resolved twice or lost, a
-rollout that was trained twice, or a published rollout that is neither trained, nor dropped, nor still ahead of the
-trainer. A damaged record is no violation: they are counted, and `pipelinerl streams verify` says whom they matter to.
+A violation is a dispatch that was resolved twice or lost, a rollout that was trained twice, or a published rollout that
+is neither trained, nor dropped, nor still ahead of the trainer. A damaged record is counted and is no violation.
 """
 
 import shlex
@@ -77,10 +75,8 @@ def ledger_of(
 
     Args:
         steps_trained: number of optimizer steps that are done.
-        first_offset: offset of the first record of ``actor``. Older records were deleted after use, so that samples
-            packed from them cannot be looked up.
-        first_progress: offset of the first record of ``preprocessor``. The samples that older records resolved are
-            unknown.
+        first_offset: of ``actor``: samples packed from older, deleted records cannot be looked up.
+        first_progress: offset of the first record of ``preprocessor``. What older records resolved is unknown.
         unreadable_actor: number of damaged records of ``actor``, each of which may have resolved one dispatch.
         unreadable_progress: number of damaged records of ``preprocessor``, which may have resolved any sample.
     """
@@ -204,10 +200,7 @@ def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list
 
 
 def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
-    """Read the ledgers that were written when a new stream epoch began. Empty for a run in its first epoch.
-
-    Returns (step of the epoch's last checkpoint, entries) of each ended epoch, oldest first.
-    """
+    """Read the ledgers of ended stream epochs, oldest first: (step of the epoch's last checkpoint, entries)."""
     found = []
     last = read_epoch(run_dir).number
     for number in range(1, last):

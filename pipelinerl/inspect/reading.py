@@ -1,7 +1,7 @@
 """Opens a run from outside, while it is alive or after it has ended: for the commands that read one, and for tests.
 
-`look_into` sets this process's streams backend and changes nothing in the run. The redis of an ended run is started
-again on its data for the time of the look, on a free loopback port with a new password.
+The redis of an ended run is started again on its data for the time of the look, on a free loopback port with a new
+password.
 """
 
 import argparse

@@ -1,8 +1,4 @@
-"""Summarises a run from its own records.
-
-`read_records` reads the topics, `summarise` computes the figures from them (pure), and `write_report` writes the
-summary and the picture. A figure without a record is None, never 0.
-"""
+"""Summarises a run from its own records. A figure without a record is None, never 0."""
 
 import json
 import statistics
@@ -110,8 +106,7 @@ def summarise(
 
     Args:
         actor_points: the actor's metrics.
-        wall_s: seconds of all launches of the run that ended by themselves. The summary has the seconds of training
-            where they are more, as after a launch that was killed.
+        wall_s: seconds of all launches that ended by themselves. The seconds of training count where they are more.
         phases: see `phases_of`.
         imitation: see `imitation_of`. None or empty: the run imitates nothing.
     """
@@ -170,7 +165,6 @@ def imitation_of(
 
     Args:
         trainer_points: metrics. Point 0 has the held-out loss of the first weights.
-        preprocessor_points: metrics.
         steps: see `last_per_step`.
     """
     losses = curve(steps, TrainerMetric.SFT_LOSS)
@@ -226,9 +220,8 @@ def phases_of(
 
     Args:
         statuses: of the roles, for `ready`: seconds from the start of each role to its first progress.
-        launched: when the launcher's process began. All times are Unix times.
-        started: when it started the roles.
-        now: when the summary is made.
+        launched: Unix time when the launcher's process began.
+        started: Unix time when it started the roles.
     """
     live = [m.timestamp for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.timestamp >= started]
     steps = [m.timestamp for m in records.trainer if isinstance(m, SamplesProcessed) and m.timestamp >= started]
@@ -278,7 +271,7 @@ def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
     """Seconds in which a trainer trained. None if there were none.
 
     Each of its processes counts from the first weights that servers held, or the end of their evaluation, to its last
-    optimizer step. What lies between two of them, such as the days before a run was resumed, does not count.
+    optimizer step, so the days before a run was resumed do not.
     """
     parts: list[list[TrainerMessage]] = [[]]
     for message in messages:
@@ -302,10 +295,7 @@ def _process_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
 
 
 def percentile(counts: Counter[int], percent: float) -> int | None:
-    """The smallest value that at least ``percent`` of the observations do not exceed. None without observations.
-
-    `counts` has the number of observations of each value.
-    """
+    """The smallest value that at least ``percent`` of the observations do not exceed. None without observations."""
     wanted, seen = counts.total() * percent / 100, 0
     for value in sorted(counts):
         seen += counts[value]
@@ -330,12 +320,7 @@ def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
 
 
 def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float) -> dict[str, Any]:
-    """Write `summary.json` and `learning_curve.png`, and return the summary.
-
-    Args:
-        launched: when the launcher's process began, Unix time.
-        started: when it started the roles, Unix time.
-    """
+    """Write `summary.json` and `learning_curve.png`, and return the summary. Times are as in `phases_of`."""
     records, actor_points = read_records(run_dir, replicas=cfg.world.replicas), read_metrics(run_dir, "actor")
     previous, now = read_summary(run_dir), time.time()
     total_s = now - launched + float((previous or {}).get("wall_s") or 0.0)
@@ -436,8 +421,7 @@ def draw_learning_curve(
 ) -> None:
     """Draw reward and success over weight versions, and below them lag and waiting time of each optimizer step.
 
-    Training success is a mean over the actor's newest 1,024 rollouts. Evaluations are points. A run that only imitates
-    has the loss in the place of reward and success, and the speed in that of the lag. ``held_out``: (version, loss).
+    A run that only imitates has the loss and the speed in their places. ``held_out``: (version, loss).
     """
     import matplotlib
 

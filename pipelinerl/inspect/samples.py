@@ -1,7 +1,6 @@
 """Reads every rollout of a run that is still recorded, with its outcome, from the archive and the topics.
 
-Consumes the archive and the topics `actor`, `actor_test` and `preprocessor`, and changes nothing. The caller must have
-opened the streams (`reading.look_into`). The run may be alive, finished or killed.
+The caller must have opened the streams (`reading.look_into`).
 """
 
 from collections import defaultdict
@@ -220,16 +219,13 @@ class Candidates:
 
 
 def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
-    """Choose at most ``count`` rollouts: flagged ones (at most half), then ones that the trainer scored, then others.
-
-    Attempts of one problem stay together.
-    """
+    """Choose at most ``count`` rollouts: flagged ones (at most half), then scored by the trainer, then others."""
     flagged = [rollout for rollout in rollouts if rollout.flags][: count // 2]
     left = {rollout.sample_id: rollout for rollout in rollouts if rollout not in flagged}
     found = list(flagged)
     for scored in (True, False):
         own = [name for name, rollout in left.items() if bool(rollout.scores) is scored]
-        keep = chosen(own, count - len(found))
+        keep = chosen(own, count - len(found))  # attempts of one problem stay together
         found += [left[name] for name in own if name in keep]
     return found
 

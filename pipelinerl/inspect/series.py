@@ -16,11 +16,7 @@ EMPTY = array("d")
 
 
 class Series:
-    """One float64 array per role and metric, with NaN for a point that lacks the metric.
-
-    Args:
-        roles: the points of each role, oldest first.
-    """
+    """One float64 array per role and metric, oldest point first, with NaN for a point that lacks the metric."""
 
     def __init__(self, **roles: Points) -> None:
         self._columns: dict[str, dict[MetricName, array[float]]] = {}
@@ -46,10 +42,7 @@ class Series:
         return self._num_points[role]
 
     def of(self, metric: Metric, *others: MetricName, fewest: int = 1) -> tuple[list[Any], ...]:
-        """(steps, values of each metric) of the points that have all these metrics of one role.
-
-        Every list is empty if fewer than ``fewest`` points have them.
-        """
+        """(steps, values of each metric) of the points that have all these metrics, empty for fewer than ``fewest``."""
         known = self._columns.get(metric.role, {})
         steps, *values = self._shared_points(metric.role, [known.get(name, EMPTY) for name in (metric, *others)])
         return (steps, *values) if len(steps) >= fewest else ([], *([] for _ in values))

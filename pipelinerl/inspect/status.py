@@ -1,8 +1,7 @@
 """One screen about a run: `python -m pipelinerl.status results/x [--watch] [--stacks] [--ledger] [--leave SERVER]`.
 
-Reads only the run folder (status files, topics, leases, hang reports), or redis where a run keeps its streams there. It
-therefore works from any shell on any node that sees the folder, also after the run. `--stacks` also asks every live
-role of this machine for its Python stacks. Only `--leave` writes.
+Reads only the run folder, or redis where a run keeps its streams there. `--stacks` also asks every live role of this
+machine for its Python stacks. Only `--leave` writes.
 """
 
 import argparse
@@ -65,12 +64,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, StatusRecord]) -> str:
-    """Describe the state of the run in one line.
-
-    Args:
-        last_step: `finetune.max_train_steps`.
-        step: newest optimizer step.
-    """
+    """Describe the state of the run in one line. ``last_step`` is `finetune.max_train_steps`, ``step`` the newest."""
     if is_running(run_dir):
         return f"running, step {step} of {last_step}"
     if figures := read_debug_run(run_dir):

@@ -1,8 +1,7 @@
 """`python -m pipelinerl.streams verify RUN`: finds damage in a run's streams and whom it matters to. Changes nothing.
 
-It reads and checks every record. Records are missing if a named reader's position, an actor's snapshot or a checkpoint
-points beyond the end of the stream. Damage matters to a reader that has not read the records yet. Readers without a
-name only want new records and skip damage.
+Records are missing if a named reader's position, an actor's snapshot or a checkpoint points beyond the end of the
+stream. Damage matters to a named reader that has not read the records yet. Other readers skip damage.
 """
 
 import json

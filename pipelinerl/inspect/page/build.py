@@ -1,8 +1,4 @@
-"""Builds one HTML file from run folders. Data, style and program are inlined, and the page loads no other file.
-
-The data is gzip in base64, which all current browsers can unpack. The page of running runs is served on loopback, and
-the browser asks for new data every few seconds.
-"""
+"""Builds one HTML file from run folders. Data (gzip in base64), style and program are inlined."""
 
 import base64
 import gzip

@@ -1,7 +1,6 @@
-"""Turns a run folder into plain data for the page: curves, evaluations, survivorship, time, configuration.
+"""Turns a run folder into plain data for the page. The caller must have opened the streams.
 
-Consumes metrics, topics `trainer` and `evaluation`, the configuration and the summary. The caller must have opened the
-streams. A figure without a record is left out.
+A figure without a record is left out.
 """
 
 import math
@@ -237,10 +236,7 @@ def _short(value: float) -> float:
 
 
 def evaluation(done: EvaluationDone) -> dict[str, Any]:
-    """Return an evaluation with the 95 % interval of its success, which counts rollouts as independent.
-
-    ``done`` has a result.
-    """
+    """Return a finished evaluation with the 95 % interval of its success, which counts rollouts as independent."""
     assert done.success is not None
     assert done.reward is not None
     low, high = wilson(done.success, done.num_rollouts)

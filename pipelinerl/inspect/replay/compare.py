@@ -55,10 +55,7 @@ class StepComparison:
 
 
 def compare_step(recorded: Recorded, step: ReplayedStep) -> StepComparison:
-    """Compare all that the run recorded with the replayed step.
-
-    The ratios are compared with the log-probabilities, of which they are functions, as the sampler's are an input.
-    """
+    """Compare all that the run recorded with the replayed step."""
     found = StepComparison()
     for name, ours in step.metrics.items():
         if name in recorded.metrics:
@@ -77,7 +74,7 @@ def _compare_sequences(found: StepComparison, recorded: Recorded, ours: Mapping[
             found.sequences.add(theirs.sequence_id)
             continue
         before = found.logprobs.different + found.entropy.different
-        found.logprobs.add(mine.logprobs, theirs.logprobs)
+        found.logprobs.add(mine.logprobs, theirs.logprobs)  # the ratios are functions of them
         found.entropy.add(mine.entropy.astype(np.float16), theirs.entropy)
         if found.logprobs.different + found.entropy.different > before:
             found.sequences.add(theirs.sequence_id)

@@ -1,7 +1,6 @@
 """Makes a replay folder from a run: finds the checkpoint, the micro-batches and what the run recorded of the step.
 
-The caller must have opened the run's streams (`inspect.outside.look_into`). Nothing in the run changes. What is no
-longer there is an error that says so: the trainer keeps its inputs from its oldest checkpoint on
+The caller must have opened the run's streams. The trainer keeps its inputs from its oldest checkpoint on
 (`finetune.keep_checkpoints`).
 """
 
@@ -71,9 +70,9 @@ def checkpoint_before(step: int, saved: Iterable[int], block: int, usable: Colle
 
     Args:
         saved: steps of the run's checkpoints.
-        block: number of steps that share a proximal policy. It is that of the block's first step, so a checkpoint
-            inside a block that is not ``usable`` is used only if there is no other.
-        usable: checkpoints inside a block that hold its proximal policy, or from which a block began.
+        block: number of steps that share a proximal policy, which is that of the block's first step.
+        usable: checkpoints inside a block that hold its proximal policy, or from which a block began. Others inside a
+            block are used only if there is none.
     """
     earlier = [number for number in saved if number <= step]
     return max([number for number in earlier if number % block == 0 or number in usable] or earlier, default=0)

@@ -2,8 +2,7 @@
 
     python -m pipelinerl.inspect.replay.rank FOLDER '{"policy_loss": "ppo"}' false
 
-It calls the trainer's own functions in the trainer's order on as many ranks, so on a CPU the figures are the trainer's
-bit for bit. Nothing outside the folder is written.
+It calls the trainer's own functions in the trainer's order, so on a CPU the figures are the trainer's bit for bit.
 """
 
 import json

@@ -27,11 +27,7 @@ class TimelineSpan:
 
 
 def read_spans(run_dir: Path) -> list[TimelineSpan]:
-    """Read all spans of a run, by start.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Read all spans of a run, by start. Raises ``ConfigError`` if there are none."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a run folder: there is no such folder")
     found = [(process_of(path), span) for path in files_of(run_dir) for batch in in_file(path) for span in batch.spans]

@@ -1,7 +1,6 @@
 """Why a run does not learn: what single attempts say is wrong, which is more than curves do. Pure.
 
-They show what of the question reached the model, what the reward pays for, which tokens are trained, and where training
-moved them. To add a check, write a function and list it in `ATTEMPTS`. `causes` ranks all that was found.
+To add a check, write a function and list it in `ATTEMPTS`. `causes` ranks all that was found.
 """
 
 import math
@@ -41,15 +40,13 @@ LEAST_LAG = 0.5
 """Mean lag in steps from which on a change is divided by it. Below, most tokens are of the present version."""
 TOO_FAR = math.sqrt(2 * math.log(1 / LOW_ESS) / math.pi)
 """Mean size of the log-ratio of a token per step of its lag, in nats. One step then leaves `LOW_ESS` of the tokens
-effective: normal log-ratios of deviation σ leave exp(−σ²), and their mean size is σ √(2/π).
-A size of effect: a rate that is too high is so from the first step on, and leaves no quiet part to compare with."""
+effective: normal log-ratios of deviation σ leave exp(−σ²), and their mean size is σ √(2/π)."""
 TOO_MUCH = 1 / FEWEST_POINTS
 """Lasting change of the entropy by one step, relative to the first entropy: the first policy is gone in fewer steps
 than a curve needs. A size of effect: learning changes the entropy beyond noise, too."""
 UNCHANGED = 0.1
 """Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server.
-A size of effect: a server that kept its weights repeats its numbers, whatever the run's noise, and a healthy one moves
-further than the trainer. The tenth leaves room for evaluated tokens, which are more certain than sampled ones."""
+A server that kept its weights repeats its numbers. The tenth leaves room for evaluated tokens, which are surer."""
 UNMOVED = 1e-4
 """The trainer's distance in a run whose weights do not change what the policy says."""
 MANY_EQUAL = 4
@@ -455,15 +452,12 @@ def step_length(run: Evidence) -> float:
 
 
 def entropy_per_step(run: Evidence) -> tuple[float, int]:
-    """The lasting change of the entropy for each step, relative to the first entropy, and the step before it.
-
-    It is the largest that happened twice from one window of steps to the next, beyond noise: one jump is no pace.
-    """
+    """The lasting change of the entropy for each step, relative to the first entropy, and the step before it."""
     steps, values = run.series.of(TrainerMetric.ENTROPY)
     levels = [statistics.fmean(part) for part in windows(values)]
     error = noise_of(values) * math.sqrt(2 / PACE)
     changes = [abs(after - before) for before, after in pairwise(levels)]
-    lasting = sorted(changes)[-2] if len(changes) > 1 else 0.0
+    lasting = sorted(changes)[-2] if len(changes) > 1 else 0.0  # happened twice: one jump is no pace
     if lasting <= CERTAIN * error:
         return 0.0, 0
     return lasting / PACE / max(levels[0], 1e-9), steps[PACE * changes.index(lasting)]

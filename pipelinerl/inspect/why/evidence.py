@@ -1,7 +1,4 @@
-"""What is on record about a run, read once for the checks: curves, messages, evaluations, and single attempts.
-
-Reads the folder of a running or ended run and changes nothing in it.
-"""
+"""What is on record about a run, read once for the checks: curves, messages, evaluations, and single attempts."""
 
 import hashlib
 import json
@@ -66,9 +63,7 @@ class Attempt:
     certainty: float = 0.0
     """Mean log-probability of its tokens when they were sampled."""
     asked: float | None = None
-    """Share of the problem's text that the prompt holds, from its beginning or to its end, 0 for next to nothing.
-
-    None: the problem has no text that is long enough."""
+    """Share of the problem's text that the prompt holds, 0 for next to nothing. None: the text is not long enough."""
     is_end_trained: bool | None = None
     """Whether the token that ended the answer is trained. None: the answer did not end by itself."""
     goes_on: bool = False
@@ -189,10 +184,7 @@ def read_evidence(run_dir: Path) -> Evidence:
 
 
 def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
-    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens.
-
-    Of the first rollouts the first tokens of every span are looked at.
-    """
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens."""
     bad = total = 0
     for seen in islice(rollouts, CHECKED_FOR_TEXT):
         for sequence in seen.rollout.sequences:
@@ -314,7 +306,7 @@ def prompt_of(sequence: TrainingSequence, text: TokenText) -> str:
 def share_asked(problem: str, prompt: str) -> float | None:
     """The largest share of one of the problem's texts that the prompt holds, from its beginning or to its end.
 
-    0: the prompt holds next to nothing of any, as when a template words it anew. None: no text is long enough.
+    0: the prompt holds next to nothing of any. None: no text is long enough.
     """
     known = " ".join(prompt.split())
     texts = [" ".join(value.split()) for value in problem_fields(problem).values() if isinstance(value, str)]

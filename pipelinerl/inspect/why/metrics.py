@@ -1,7 +1,7 @@
 """What a run's curves and the trainer's messages say is wrong: pure functions over the evidence.
 
-They look while the run goes on and afterwards. To add one, write a function and list it in `METRICS`. Whether a curve
-moved is asked in units of the run's own noise (`inspect.curves`). Sizes that are too much in any run are constants.
+To add one, write a function and list it in `METRICS`. Whether a curve moved is asked in units of the run's own noise
+(`inspect.curves`). Sizes that are too much in any run are constants.
 """
 
 import statistics

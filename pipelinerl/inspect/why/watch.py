@@ -50,11 +50,7 @@ class MetricsTail:
 
 
 class AlarmWatch:
-    """Finds what has not been told yet.
-
-    Args:
-        every_s: least seconds between two looks at the metrics.
-    """
+    """Finds what has not been told yet. ``every_s``: least seconds between two looks at the metrics."""
 
     def __init__(self, run_dir: Path, cfg: Config, *, every_s: float = EVERY_S):
         self._run_dir, self._every_s = run_dir, every_s
