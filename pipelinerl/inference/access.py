@@ -1,9 +1,7 @@
 """Access control: every route outside the open list needs the run's bearer secret, and no body is without a limit.
 
-On a server that listens on loopback alone, the list names the routes that clients of a run need (generation,
-tokenization, models, health, weight version). Any other server answers nothing but its health without the secret.
-Pausing, weights, RPC and every route that a future vLLM adds are closed by default. Without a secret in the environment
-the closed routes are closed to all callers.
+Every route that a future vLLM adds is closed, too. A server that listens on loopback alone opens the routes that
+clients of a run need, any other one its health. Without a secret in the environment closed routes are closed to all.
 """
 
 import hmac

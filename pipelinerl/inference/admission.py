@@ -1,11 +1,7 @@
-"""How many rollouts a server takes at a time with `actor.llm_max_rollouts=auto`. Pure.
+"""How many rollouts a server takes at a time with `actor.llm_max_rollouts=auto` (docs/weights.md). Pure.
 
-The rule is that of congestion control in networks (RFC 5681), with rollouts for packets. A finished rollout lets the
-limit grow, so the pace follows the rollouts' own length: twofold per turn until the cache was full for the first time,
-then by a fixed share per turn, and at most twofold between two looks, however many turns passed unseen. A full cache
-(a rollout lost its place, or requests wait while nothing is free) lowers the limit by a factor, at most once per turn,
-because the rollouts that made it full need a turn to end. The limit never grows while rollouts do not use it, while
-they wait, or while the cache is nearly full.
+The rule is that of congestion control in networks (RFC 5681), with rollouts for packets: a finished one lets the limit
+grow, twofold per turn until the cache was full for the first time, and a full cache lowers it.
 """
 
 from dataclasses import dataclass
@@ -65,7 +61,7 @@ class Admission:
         """Return the admission after a look at the server."""
         waits = max(self.until_decrease - load.finished, 0.0)
         if load.is_congested:
-            if waits:
+            if waits:  # the rollouts that made the cache full need a turn to end
                 return Admission(limit=self.limit, is_first_climb=False, until_decrease=waits)
             limit = max(min(self.limit, load.running + load.waiting) * DECREASE, SMALLEST)
             return Admission(limit=limit, is_first_climb=False, until_decrease=limit)

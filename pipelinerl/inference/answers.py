@@ -1,8 +1,7 @@
-"""The lean answer route: takes and returns packed records and builds no object per token.
+"""The lean answer route: takes ``AnswerRequest``, returns ``Answer``, and builds no object per token.
 
-It uses the same engine as vLLM's own routes. Consumes ``AnswerRequest``, produces ``Answer``. A request is cancelled in
-the engine when its client disconnects. Errors are JSON with vLLM's statuses: 400 can never be answered, 404 another
-model, 422 not a request, 503 too many requests.
+A request is cancelled in the engine when its client disconnects. Errors are JSON with vLLM's statuses: 400 can never be
+answered, 404 another model, 422 not a request, 503 too many requests.
 """
 
 import asyncio

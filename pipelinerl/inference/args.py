@@ -1,7 +1,6 @@
 """Builds vLLM's command line and environment from configuration and job. Pure.
 
-``vllm_config.vllm_kwargs`` overrides every default here. A key that would break exact tokens, weight updates or the
-world's addresses is refused.
+``vllm_config.vllm_kwargs`` overrides every default here, but for keys that the run must set.
 """
 
 import json
@@ -212,14 +211,12 @@ def score_temperature(cfg: Config, job: Job) -> float | None:
 
 
 def averaging(cfg: Config, job: Job, run_dir: Path) -> Averaging | None:
-    """How a server averages the versions that it takes. None: it serves what it has, or takes versions as they are.
-
-    Its files are as frequent and as many as the trainer's checkpoints, and one more: a checkpoint is done later.
-    """
+    """How a server averages the versions that it takes. None: it serves what it has, or takes versions as they are."""
     decay, finetune = decay_of(cfg, job.kind, _server_number(job)), cfg.finetune
     if decay is None:
         return None
     folder = run_dir.absolute() / job.name / "average"
+    # One file more than the trainer keeps checkpoints, because a checkpoint is done later.
     return Averaging(decay, str(folder), finetune.save_checkpoint_steps, finetune.keep_checkpoints + 1)
 
 
@@ -250,10 +247,8 @@ def _common_number(span: Span) -> int:
 
 
 def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dict[str, Any]:
-    """Sets the KV cache size from the memory plan if server and trainer share GPUs.
-
-    vLLM would otherwise measure the free memory while the trainer is still loading, and take the trainer's memory.
-    """
+    """Sets the KV cache size from the memory plan if server and trainer share GPUs."""
+    # vLLM would measure the free memory while the trainer is still loading, and take the trainer's.
     shape = find_model_shape(served_path(cfg, _side_model(cfg, job))) if world.share_devices and gpu_bytes else None
     cache = kv_cache_bytes(cfg, shape, job.kind, job.num_ranks, gpu_bytes) if shape else 0
     return {"kv-cache-memory-bytes": cache} if cache else {}

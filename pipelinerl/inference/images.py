@@ -1,8 +1,6 @@
 """Puts the images of a request into its prompt. vLLM's processor makes their tokens and what the model sees in them.
 
-The processor sees nothing of the prompt but the placeholders. So it cannot mistake a token that the model sampled, or
-that a user wrote, for an image. Tokens that an earlier answer had in place of an image are compared with those that the
-processor makes now.
+The processor sees nothing of the prompt but the placeholders, so it cannot mistake another token for an image.
 """
 
 import asyncio

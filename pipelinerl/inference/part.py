@@ -1,9 +1,8 @@
 """One node's part of a server that spans several: vLLM's workers, whose engine is on the server's node 0.
 
-Consumes: what the engine sends to all workers of the server. Among it is the order to fetch weights: every worker has
-an address of its own and takes its weights there, wherever it runs. Produces: nothing. Waits for: node 0, at the
-start. Ends: when asked to, or with an error when a worker or node 0 has ended. The parts of a server end together, and
-whoever started them starts them again.
+Consumes: what the engine sends to all workers of the server. Each worker takes its weights at an address of its own.
+Waits for: node 0, at the start. Ends: when asked to, or with an error when a worker or node 0 has ended. Whoever
+started the parts starts them again together.
 """
 
 import contextlib
@@ -36,7 +35,6 @@ def serve_part(arguments: Sequence[str], span: Span, context: RoleContext) -> No
     Args:
         arguments: vLLM's command line.
         span: the part, which is not node 0.
-        context: the role's.
 
     Raises:
         PartEndedError: node 0 or a worker of this node has ended.

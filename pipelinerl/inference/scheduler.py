@@ -1,19 +1,7 @@
-"""vLLM's scheduler with five additions. It runs in the engine's process, the only one that knows the order of events.
+"""vLLM's scheduler with additions, in the engine's process, the only one that knows the order of events.
 
-1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
-   computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
-   A prompt that is being prefilled when the weights change restarts once under the new version, so the weights that
-   sample its first token compute all of it. A version that comes again finds nothing of its first time: a trainer that
-   restarted makes the versions after its checkpoint anew. A request that continues a conversation may name the version
-   under which the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
-2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
-   itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
-3. *Growth.* Clients ask how many tokens their answers have, because nothing else tells a long answer from a lost one.
-4. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
-   those that lost their place. vLLM's own statistics are off, because they cost every step.
-5. *The adapter.* In a LoRA run every request, of whatever route, runs with the adapter that updates change in place.
-
-The engine around it gets one more command: the swap of the weights between two decoding steps.
+It makes prefix caching exact and reports answers whole (docs/serving.md), tells how answers grow and how full the cache
+is, and has every request of a LoRA run use the adapter. The engine gets one more command: the swap of the weights.
 """
 
 import time
@@ -106,6 +94,7 @@ class AnswerScheduler(AsyncScheduler):
 
     def load(self) -> tuple[float, int, int, int, int]:
         """Share of the cache in use, requests that run and wait, and those that ended and were preempted so far."""
+        # Not from vLLM's own statistics, which cost every step and are off.
         running, waiting = self.get_request_counts()
         return self.get_kv_cache_usage(), running, waiting, self._finished, self._preempted
 
@@ -151,6 +140,7 @@ class AnswerScheduler(AsyncScheduler):
 
     def _salt(self, request: Request) -> None:
         """Lets a prompt find only what the live version computed. After a swap it is salted again."""
+        # A pinned request keeps its conversation's history, like a sequence in flight.
         version = request.cache_salt if _marked(request, PINNED) else self._version
         salt = salt_of(version, self._lives) if version is not None else None
         if request.num_output_tokens or request.cache_salt == salt:
@@ -184,6 +174,7 @@ def salt_of(version: str, lives: Sequence[range]) -> str:
     Args:
         lives: the versions of each life of the trainer, the newest life last.
     """
+    # A trainer that restarted makes the versions after its checkpoint anew: they find nothing of their first time.
     if version.isdecimal():
         for life in range(len(lives) - 1, 0, -1):
             if int(version) in lives[life]:

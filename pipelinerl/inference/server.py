@@ -168,15 +168,12 @@ async def _serve(args: Namespace, service: Service, life: "Life") -> None:
 
 
 def start_engine(args: Namespace) -> AsyncLLM:
-    """Start the engine's process and wait until it has loaded the model.
-
-    Where that process has the only worker, it is forked: it has imported everything already, which is half of a CPU
-    server's start. vLLM asks for a new interpreter on CPU because of the OpenMP threads that its workers bind; here the
-    parent computes nothing and has none.
-    """
+    """Start the engine's process and wait until it has loaded the model."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     if config.device_config.device_type == "cpu" and config.parallel_config.world_size_across_dp == 1:
+        # Everything is imported already, which is half of a CPU server's start. vLLM asks for a new interpreter because
+        # of the OpenMP threads that its workers bind, and this process has none.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_part_from_server)
     return AsyncLLM.from_vllm_config(
@@ -263,10 +260,8 @@ def _kill_engine() -> None:
 
 
 async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
-    """Take the signals from `serve_http`, which cannot say whether a signal or the engine's death ended it.
-
-    Runs at its first wait, when it has installed its handlers.
-    """
+    """Take the signals from `serve_http`, which cannot say whether a signal or the engine's death ended it."""
+    # This runs at the first wait of `serve_http`, when it has installed its handlers.
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
@@ -291,11 +286,7 @@ class Life:
             self._membership.announce(version=info.weight_version, fetched=(info.serving, info.reading))
 
     async def follow(self, client: AsyncLLM, asked: asyncio.Event) -> None:
-        """Reports progress as long as the engine loop answers. If the engine freezes, the lease expires.
-
-        The server is ready from the first answer on. A server that is asked to leave drains first: actors see that in
-        its lease and send no new requests, and current requests finish.
-        """
+        """Reports progress as long as the engine loop answers. If the engine freezes, the lease expires."""
         reader = LoadReader(client)
         while not client.errored:
             version = await client.get_weight_version()
@@ -309,6 +300,7 @@ class Life:
                     self._membership.announce(capacity=self._admission.rollouts)
             if self._membership is not None:
                 self.is_leaving = self.is_leaving or self._membership.is_asked_to_leave
+                # Actors send no new requests to a server that drains.
                 self._membership.announce(state="draining" if self.is_leaving else "ready", version=version)
             if not asked.is_set():
                 self._check_parts()

@@ -2,9 +2,8 @@
 
     receive all bytes in the background → between two steps: swap and label (requests and KV cache stay)
 
-Decoding continues until all bytes are received and prepared. If the sender fails before that, the old weights are
-untouched and nothing was paused. A failed swap leaves undefined weights, so the server then ends instead of serving
-them, and the supervisor starts another one.
+A sender that fails before the swap leaves the old weights untouched. A failed swap leaves undefined weights, so the
+server ends.
 """
 
 import asyncio
