@@ -2,9 +2,8 @@
 
     array = Ext 1: dtype code (uint8) | number of dimensions (uint8, 1 or 2) | dimensions (uint32) | raw bytes, C order
 
-All numbers are little-endian, and pickle is never used. Decoding checks every size and, given a record type, every
-field's type. Any input gives either a record of that type or a ``StreamError``. Decoded arrays own their memory and are
-writable.
+All numbers are little-endian. Any input gives either a record of the type or a ``StreamError``. Decoded arrays own
+their memory and are writable.
 """
 
 import math

@@ -3,8 +3,8 @@
     frame  = header payload
     header = payload length (uint32) | payload CRC32 (uint32) | offset (uint64) | CRC32 of the 16 bytes before (uint32)
 
-All numbers are little-endian. The header has its own checksum so that a damaged length is recognised. Without it, a
-damaged length would look like a record that is still being written, and recovery would cut off every later record.
+All numbers are little-endian. Without the header's own checksum a damaged length would look like a record that is still
+being written, and recovery would cut off every later record.
 """
 
 import mmap

@@ -5,9 +5,7 @@
     pipelinerl:<run>:<topic>/<instance>/<partition>:writer     hash: token of the one writer, next offset
     pipelinerl:sync, pipelinerl:synced:<token>                 requests to sync the log, and their answers
 
-No other keys are touched. Every command may be repeated, because an append carries its offset and the server applies it
-only once. After a lost connection the client therefore sends the command again, with backoff, until the server has been
-away for ``outage_timeout_s``. A writer that opens a stream takes it over, and the server refuses an earlier writer.
+No other keys are touched. An append carries its offset, so that every command may be repeated after a lost connection.
 """
 
 import logging
@@ -347,9 +345,8 @@ def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, ma
 def redis_place(
     cfg: Config, run_dir: Path, *, host: str | None = None, port: int | None = None, world: WorldMap | None = None
 ) -> tuple[str, int, str]:
-    """Returns host, port and run id of a run's redis.
+    """Returns host, port and run id of a run's redis: of a fetched run's address file, else of configuration and map.
 
-    They come from the address file of a fetched run if there is one, else from the configuration and the world map.
     ``host`` and ``port`` override both. ``world``: the map, if it is not in the run folder yet.
     """
     file = run_dir / RUN_ADDRESS

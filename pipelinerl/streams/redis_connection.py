@@ -84,15 +84,12 @@ class RedisConnection:
         return self.call(lambda client: self._scripts[source](keys=keys, args=args))
 
     def sync(self) -> None:
-        """Waits until the redis role has synced every acknowledged write. Any thread may call it.
-
-        A role that is killed may take the request or the answer with it, so the request is repeated.
-        """
+        """Waits until the redis role has synced every acknowledged write. Any thread may call it."""
         if not self._asks_for_sync:
             return
         reply, since, asked = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic(), -math.inf
         while True:
-            if time.monotonic() - asked > ASK_AGAIN_S:
+            if time.monotonic() - asked > ASK_AGAIN_S:  # a role that is killed may take request or answer with it
                 self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
                 asked = time.monotonic()
             if self.call(lambda client: client.brpop([reply], timeout=BLOCK_S)) is not None:

@@ -1,8 +1,7 @@
 """Starts and stops a redis-server process, where streams=redis.
 
-The server reads its configuration from standard input, so the password is in no file and on no command line. It keeps
-every write in an append-only file, so a killed and restarted server has lost no acknowledged write. It listens on
-loopback, and with several nodes on the node's own address too. Then it must have a password.
+It listens on loopback, and with several nodes on the node's own address too. Then it must have a password, which is in
+no file and on no command line: the server reads its configuration from standard input.
 """
 
 import contextlib
@@ -44,11 +43,10 @@ def redis_config(
     """The text of the server's configuration file.
 
     Args:
-        port: TCP port.
         address: the node's own address, where other nodes reach it. "" = every address, None = loopback only.
         data_dir: where the append-only file is.
         fsync: ``always`` syncs before a write is acknowledged. Otherwise writing back is left to the kernel, which
-            loses nothing when the server is killed. (redis' ``everysec`` may acknowledge what it has not yet written.)
+            loses nothing when the server is killed.
         tls: files with certificate and private key. The server then speaks nothing but TLS.
     """
     if address is not None and not password:
@@ -60,6 +58,7 @@ def redis_config(
         f"port {0 if tls else port}",
         f"dir {_quoted(str(data_dir))}",
         "appendonly yes",
+        # redis' `everysec` may acknowledge what it has not yet written.
         f"appendfsync {'always' if fsync == 'always' else 'no'}",
         'save ""',
         "maxmemory-policy noeviction",

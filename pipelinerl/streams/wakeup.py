@@ -1,8 +1,7 @@
-"""Waits for a write in a folder without busy polling.
+"""Waits for a write in a folder without busy polling, by inotify where there is one.
 
-It uses inotify on Linux. inotify is missing on other systems, fails with too many watches, and does not report writes
-from other machines on a shared file system. ``wait`` therefore always returns after a short time. It may return early,
-so callers check the folder themselves.
+inotify does not report writes from other machines on a shared file system. ``wait`` therefore always returns after a
+short time, perhaps early, and callers check the folder themselves.
 """
 
 import ctypes
@@ -23,8 +22,7 @@ _MISSING_S = 0.05
 class FolderWatch:
     """Reports writes and new files in one folder, which need not exist yet. Use it from one thread.
 
-    The first ``wait`` starts the watch and returns at once, so that the caller checks the folder again. Any later write
-    ends the next ``wait``.
+    The first ``wait`` starts the watch and returns at once, so that the caller checks the folder again.
     """
 
     def __init__(self, folder: Path):

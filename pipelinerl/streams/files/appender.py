@@ -1,7 +1,4 @@
-"""The writer of a stream in files: appends frames, begins segments, deletes segments that every reader has passed.
-
-A lock allows only one writer per stream folder.
-"""
+"""The writer of a stream in files: appends frames, begins segments, deletes segments that every reader has passed."""
 
 import fcntl
 import logging

@@ -19,7 +19,8 @@ class FilesBackend(Backend):
 
     Args:
         segment_mb: the writer begins a new segment once the current one has reached this size.
-        fsync: see `pipelinerl.streams.files`.
+        fsync: what a power cut may take. ``never``: any record that the kernel had not written. ``segment``: records
+            that nothing durable refers to. ``always``: none.
         max_record_mb: writer and reader refuse larger records (1 to 2047).
     """
 
