@@ -1,9 +1,6 @@
-"""The records that processes exchange. Imports numpy and msgspec only.
+"""The records that processes exchange: frozen, keyword-only ``msgspec.Struct``. Imports numpy and msgspec only.
 
-A record is a frozen, keyword-only ``msgspec.Struct``. Array fields are numpy arrays and are sent as raw bytes.
-``rollouts`` holds the actor's records, ``batches`` the preprocessor's, ``messages`` the control messages between roles,
-``archive`` the records kept for people, ``verdicts`` the verifiers' requests and answers, and ``topics`` the names of
-the topics. ``check`` refuses bad records.
+Array fields are numpy arrays and are sent as raw bytes.
 """
 
 from pipelinerl.records.archive import ArchivedRollout, ArchivedStep, ScoredSequence, ScoredStep

@@ -1,8 +1,7 @@
 """Requests to an inference server and its answers: prompts as token ids, completions as packed arrays.
 
-One record type serves sampling and scoring. A missing field takes its default and unknown fields are ignored, so a new
-field needs no new format. ``format`` changes only if an old reader would misread the record.
-Shapes: P prompt tokens, C completion tokens, J most likely tokens, R spans.
+A missing field takes its default and unknown fields are ignored, so ``format`` changes only if an old reader would
+misread the record. Shapes: P prompt tokens, C completion tokens, J most likely tokens, R spans.
 """
 
 from typing import Any

@@ -1,11 +1,9 @@
 """The only module that refuses records which must not reach a gradient.
 
-The preprocessor checks every group before it makes samples from it. The trainer checks every micro-batch before it
-trains on it. A record that passes has the shapes that its class documents, token ids inside the vocabulary, exactly one
-finite log-probability per trained token, none of the sampler's above 0, finite rewards and advantages, and distinct
-members. Anything else raises a ``RecordError`` that names the group, attempt and sequence, or the micro-batch and
-sample.
-
+The preprocessor checks every group before it makes samples from it, the trainer every micro-batch before it trains on
+it. A record that passes has the shapes that its class documents, token ids inside the vocabulary, exactly one finite
+log-probability per trained token, none of the sampler's above 0, finite rewards and advantages, and distinct members.
+Anything else raises a ``RecordError`` that names the group, attempt and sequence, or the micro-batch and sample.
 The checks are cheap enough for every record: a few numpy reductions per array, no copies.
 """
 

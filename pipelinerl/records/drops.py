@@ -1,7 +1,6 @@
 """Why a rollout is not trained: the one list of words that records, metrics, the archive and tables use.
 
-Records carry the word as text (`GroupDropped.reason`, `PreprocessorProgress.dropped_by_reason`), because the folder of
-an older version may hold a word that is not here.
+Records carry the word as text, because the folder of an older version may hold a word that is not here.
 """
 
 from enum import Flag, StrEnum, auto
