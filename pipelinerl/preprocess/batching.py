@@ -1,13 +1,8 @@
 """Cuts the stream of samples into optimizer batches, in its order, and applies `preprocess.lag_drop`. Pure.
 
-Every sample is offered exactly once, in the order of topic `actor`. What becomes of it depends only on those before it.
-A restarted preprocessor that replays the topic from the start of a batch therefore rebuilds the same batch. Step ``b``
-trains batch ``b`` on weights of version ``b``, so the lag of a token is ``b − version``.
-
-With `preprocess.lag_drop=never` nothing is dropped for its lag: pacing alone bounds it, in the mean (docs/pacing.md).
-With `rollout` a rollout with a token beyond `max_lag_steps` is dropped, and with `token` it keeps its younger tokens.
-Long rollouts are the oldest, so these two introduce a selection bias, among rollouts and among positions in a rollout.
-`LengthDeciles` measures it.
+What becomes of a sample depends only on those before it in topic `actor`, so a restarted preprocessor rebuilds the same
+batch. Step ``b`` trains batch ``b`` on weights of version ``b``: the lag of a token is ``b − version``.
+`LengthDeciles` measures the selection bias of a bound on the lag (docs/pacing.md).
 """
 
 from collections.abc import Mapping
@@ -37,8 +32,7 @@ SHORTEST, LONGEST = (PreprocessorMetric.DROPPED_BY_LENGTH.of(decile=i) for i in 
 def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
     """``sample`` without training the tokens of versions before ``oldest_allowed``. None if no trained token is left.
 
-    The tokens stay in their sequences as context. A sequence without young tokens is left out, with its advantage. The
-    other advantages do not change.
+    The tokens stay as context, and the advantages do not change. A sequence without young tokens is left out.
     """
     kept = [i for i, (_, sequence) in enumerate(sample.sequences) if (sequence.spans[:, 2] >= oldest_allowed).any()]
     if not kept:
@@ -91,12 +85,9 @@ class LengthDeciles:
         self._warned = False
 
     def add(self, num_trained: int, lag: int, lost: float) -> None:
-        """Add a rollout.
+        """Add a rollout of ``num_trained`` trained tokens before the bound, which removed the share ``lost`` of them.
 
-        Args:
-            num_trained: its trained tokens before the bound.
-            lag: of its oldest token, in steps.
-            lost: share of its tokens that the bound removed.
+        ``lag``: of its oldest token, in steps.
         """
         self._seen[self._count % WINDOW] = num_trained, lag, lost
         self._count += 1
@@ -113,9 +104,7 @@ class LengthDeciles:
     def warning(self, values: Mapping[MetricName, float], max_lag_steps: int | None) -> str | None:
         """A warning when the longest decile first loses too much, with the bound that would keep it. Else None.
 
-        Args:
-            values: what ``values()`` returned.
-            max_lag_steps: the bound.
+        ``values``: what ``values()`` returned.
         """
         if self._warned or not values:
             return None

@@ -1,9 +1,7 @@
 """Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays. No I/O.
 
-The weight of a trained token in the batch's loss (docs/algorithms.md §4) is the same for every token of a rollout in
-all aggregations, so there is one weight per rollout. The batch's loss is `Σ weight · loss_t`, which does not
-depend on packing. A rollout or text of weight zero (overlong filtering) remains a member of the batch and of its group,
-but no denominator counts its tokens.
+All trained tokens of a rollout have the same weight in the batch's loss `Σ weight · loss_t`, which does not depend on
+packing (docs/algorithms.md §4). No denominator counts tokens of a rollout or text of weight zero.
 
 Shapes: T tokens of a micro-batch, S segments, R spans, N samples (rollouts) of the optimizer batch.
 """
@@ -109,14 +107,9 @@ class _Segment:
 
 
 def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
-    """Make the micro-batches of every rank, in the order of rounds. All ranks get the same number.
+    """Make the micro-batches of every data-parallel rank, in the order of rounds. All ranks get the same number.
 
-    Args:
-        batch: the samples of one optimizer step.
-        collation: packing, weights and number of ranks.
-
-    Returns:
-        A list of micro-batches for each data-parallel rank. Where a rank has no work in a round, it is empty.
+    A micro-batch is empty where a rank has no work in a round.
     """
     segments = _segments(batch.samples, collation)
     lengths = [len(segment.sequence.token_ids) for segment in segments]

@@ -87,13 +87,10 @@ class DatasetReport(RowReport):
 
 
 def load_conversations(names: Iterable[str], max_left_out: float) -> tuple[list[Conversation], list[DatasetReport]]:
-    """Read data sets.
+    """Read data sets as the conversations to imitate, with the report of each data set.
 
-    Args:
-        names: of the data sets.
-        max_left_out: largest share of a data set's rows that may be left out, from 0 to 1.
-    Returns:
-        The conversations to imitate, and the report of each data set.
+    ``max_left_out``: largest share of a data set's rows that may be left out, from 0 to 1.
+
     Raises:
         DomainError: a data set has no row to imitate, or too many were left out.
     """

@@ -1,11 +1,8 @@
 """Reads groups in the order of topic `actor` and has them scored by the reference model if the loss needs it.
 
 Consumes: topic `actor` of one replica. Waits for: the next group, and for reference log-probs when
-`preprocess.reference_concurrency` groups are pending. Samples leave in the order of the topic, however long each group
-takes to score.
-
-A group that `records.check` refuses is never trained: its rollouts become samples with the drop reason `malformed`. A
-`GroupDropped` is the actor's own record of a drop and yields no samples.
+`preprocess.reference_concurrency` groups are pending. Samples leave in the order of the topic. A group that
+`records.check` refuses becomes samples with the drop reason `malformed`.
 """
 
 import json
@@ -49,7 +46,6 @@ class GroupReader:
     Args:
         reader: of topic `actor`, positioned at ``source[0]``.
         source: first rollout to read.
-        shaping: determines how a group becomes samples.
         vocab_size: token ids must be below it.
         attempts: largest number of rollouts in a group.
         order: which problems are resolved at ``source``.
@@ -97,11 +93,9 @@ class GroupReader:
         self._reader.commit(source[0])
 
     def resolve_before(self, source: Source, domains: Iterable[str]) -> DataOrder:
-        """Mark the problems before ``source`` as resolved, and return all that are resolved.
+        """Mark the problems before ``source``, where the next batch begins, as resolved. Returns all resolved ones.
 
-        Args:
-            source: place where the next batch begins.
-            domains: domain of each sample of the batch before it.
+        ``domains``: domain of each sample of the batch before it.
         """
         self._order.count(domains)
         while self._unresolved and (self._unresolved[0].offset, 0) < source:
@@ -211,8 +205,7 @@ class Intake:
     def next_samples(self) -> Iterator[Sample]:
         """Samples of the oldest groups that are ready, in order. Waits for nothing.
 
-        Exhaust the iterator, so that no group is taken in part. A role that stops within a group reads it again after
-        the restart.
+        Exhaust the iterator: a role that stops within a group reads it again after the restart.
         """
         while self._pending and self._pending[0].ready and not self._ctx.stop.is_set():
             group = self._pending.popleft()

@@ -1,15 +1,9 @@
 """The preprocessor's loop: groups in, optimizer batches out, oldest first.
 
 Consumes: topic `actor` of its own replica, topic `trainer`. Produces: `training_data`, `preprocessor`, metrics.
-Waits for: the next group (from the actor), reference log-probs (from the reference servers), and the trainer when
-`preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it.
-The last wait always ends, because the trainer then has a batch to train. Ends: when asked to stop, and without the rest
-of the run at the end of the recorded groups. After a restart, it resumes behind its last published batch (see
-``totals``).
-
-With n replicas, preprocessor r reads only actor r and packs the optimizer steps with step % n == r. Its output is a
-pure function of one topic, so exactly-once delivery needs no agreement between replicas. The trainer takes the steps in
-turn.
+Waits for: the next group, reference log-probs, and the trainer when `preprocess.max_ready_steps` packed batches (or a
+phase of the conventional schedule, if that is more) are ahead of it. Ends: when asked to stop, and without the rest of
+the run at the end of the recorded groups. Of n replicas, r reads only actor r and packs the steps with step % n == r.
 """
 
 import logging

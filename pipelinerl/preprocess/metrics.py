@@ -1,7 +1,6 @@
 """Metrics of the preprocessor (packing, lag, survivorship), and their report: a log line per batch and the status.
 
-Survivorship shows whether the dropped rollouts differ from the trained ones. For each reason of a drop, and for the
-trained rollouts, it reports count, mean length and mean reward. Nothing is decided here.
+Survivorship shows whether the dropped rollouts differ from the trained ones, by reason of the drop.
 """
 
 import logging
@@ -95,7 +94,7 @@ def packing_quality(tokens: np.ndarray, empty: int, capacity: int) -> PackingQua
     """Compute the quality of a packing.
 
     Args:
-        tokens: int64 [ranks, rounds], tokens of each micro-batch, 0 for an empty one.
+        tokens: int64 [ranks, rounds], 0 for an empty micro-batch.
         empty: number of empty micro-batches.
         capacity: tokens that a micro-batch may hold.
     """

@@ -1,14 +1,8 @@
 """Assigns the sequences of an optimizer batch to micro-batches and ranks. Deterministic, pure integer arithmetic.
 
-No sequence moves to another optimizer step. Ranks work in lock-step: in every round each rank computes one micro-batch,
-and the longest determines the time. The planner therefore uses the smallest number of rounds that it finds, makes all
-slots (rank × round) nearly equal, and puts slots of similar size into the same round.
-
-A *plan* is ``plan[rank][round]`` = indices of sequences. A slot is empty only if there are fewer sequences than slots.
-
-The number of rounds is found by bisection. The lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2) is
-tried first, and best-fit decreasing gives the upper bound. A try deals out the sequences, then exchanges sequences
-between pairs of an overfull slot and one with room, for all pairs at once in numpy.
+A *plan* is ``plan[rank][round]`` = indices of sequences. Ranks work in lock-step, so the planner wants few rounds,
+slots (rank × round) of nearly equal size, and similar slots in the same round. A slot is empty only if there are fewer
+sequences than slots.
 
 Shapes: N sequences, S slots, A slots to relieve, P candidate partners of each, K picked sequences.
 """
@@ -36,12 +30,9 @@ SUBSETS = [np.arange(2**k)[None, :] >> np.arange(k)[:, None] & 1 for k in range(
 
 
 def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
-    """Pack sequences into micro-batches of nearly equal length, at most ``capacity`` tokens.
+    """Pack sequences of 1 … ``capacity`` tokens into micro-batches of nearly equal length, at most ``capacity`` tokens.
 
-    Args:
-        lengths: tokens of each sequence, each in 1 … ``capacity``.
-        num_ranks: ranks that work in lock-step.
-        capacity: tokens per micro-batch (`finetune.seq_length`).
+    ``num_ranks``: ranks that work in lock-step.
     """
     lengths_N = np.asarray(lengths, dtype=np.int64)
     assert ((lengths_N > 0) & (lengths_N <= capacity)).all(), "sequences must fit a micro-batch"
@@ -54,10 +45,7 @@ def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
 def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: int) -> Plan:
     """Plan micro-batches of at most ``sequences_per_slot`` sequences of similar length, so that padding is small.
 
-    Args:
-        lengths: tokens of each sequence.
-        num_ranks: ranks that work in lock-step.
-        sequences_per_slot: sequences per micro-batch (`finetune.train_batch_size`).
+    ``num_ranks``: ranks that work in lock-step.
     """
     rounds = max(1, -(-len(lengths) // (sequences_per_slot * num_ranks)))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -67,15 +55,11 @@ def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: in
 
 
 def fewest_slots(lengths_N: np.ndarray, capacity: int) -> int:
-    """Lower bound of the slots that any packing needs (bound L2).
+    """Lower bound of the slots that any packing needs (Martello and Toth, *Knapsack Problems*, 1990, bound L2).
 
-    Every sequence longer than half a slot needs its own. For a threshold ``a``, a sequence longer than ``capacity - a``
-    cannot share its slot with one of length ≥ ``a``. So the shorter sequences of length ≥ ``a`` that exceed the room
-    left by the other long ones need additional slots. The bound is the maximum over all ``a``.
-
-    Args:
-        lengths_N: int64, tokens of each sequence.
-        capacity: tokens per slot.
+    A sequence longer than half a slot needs its own. For a threshold ``a``, those longer than ``capacity - a`` share it
+    with none of length ≥ ``a``, so what exceeds the room of the other long ones needs additional slots.
+    The bound is the maximum over all ``a``.
     """
     down_N = np.sort(lengths_N)[::-1]
     total = np.concatenate(([0], np.cumsum(down_N)))

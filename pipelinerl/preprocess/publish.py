@@ -1,8 +1,6 @@
 """Writes optimizer batches to topic `training_data`, one partition per trainer rank, each micro-batch exactly once.
 
-A preprocessor that died while it published a batch rebuilds the same batch, and skips the micro-batches that a
-partition already holds. With sequence parallelism the ranks of a group share a micro-batch, so it is written to each of
-their partitions.
+A preprocessor that died while it published a batch skips the micro-batches that a partition already holds.
 """
 
 from collections.abc import Sequence
@@ -18,12 +16,9 @@ class MicroBatchPublisher:
     """Writes all partitions of one preprocessor."""
 
     def __init__(self, run_dir: Path, *, instance: int, num_partitions: int, ranks_per_batch: int = 1):
-        """Open all partitions.
+        """Open all partitions, one per trainer rank.
 
-        Args:
-            instance: number of the preprocessor.
-            num_partitions: number of trainer ranks.
-            ranks_per_batch: trainer ranks that share a micro-batch (`finetune.seq_parallel`).
+        ``ranks_per_batch``: trainer ranks that share a micro-batch (`finetune.seq_parallel`). Each gets a copy.
         """
         self._ranks_per_batch = ranks_per_batch
         spec = StreamRangeSpec(run_dir, TRAINING_DATA, instance, (0, num_partitions))

@@ -1,11 +1,8 @@
 """Adds another model's log-probs of exactly the trained tokens to samples: the reference's or a teacher's.
 
-docs/algorithms.md §3 says what the loss does with them.
-
-Consumes and produces samples, in a thread with its own event loop. Waits for: the reference servers, at most
-``deadline_s`` from the first failure of a request, because a server may be starting or restarting. Then the role fails
-and names the server that did not answer. No value is ever guessed: a sample is dropped as invalid if the server refuses
-its tokens or a log-prob is not finite.
+Works in a thread with its own event loop. Waits for: the reference servers, at most ``deadline_s`` from the first
+failure of a request; then the role fails and names the server. No value is ever guessed: a sample is dropped as invalid
+if the server refuses its tokens or a log-prob is not finite. docs/algorithms.md §3 says what the loss does with them.
 """
 
 import asyncio
@@ -63,11 +60,7 @@ def servers_of(jobs: Iterable[Job], models: Sequence[SideModel], model: ScoringM
 
 
 def merged(scored: Sequence[Sequence[Sample]], models: Sequence[ScoringModel]) -> list[Sample]:
-    """Samples with the scores of all models. One that any model refuses is dropped.
-
-    Args:
-        scored: the same samples as each of ``models`` returned them.
-    """
+    """Samples with the scores of all ``models``, one of ``scored`` each. What any model refuses is dropped."""
     samples = list(scored[0])
     for found, model in zip(scored[1:], models[1:], strict=True):
         samples = [

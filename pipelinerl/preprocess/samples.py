@@ -1,8 +1,7 @@
 """Turns a group into samples: each is a rollout with its advantages, or with the reason why it is dropped. Pure.
 
-A sample is one rollout, `sample_id` = `<group_id>/<attempt>`. Samples keep the order in which the actor published them.
-All training sequences of a sample are trained in the same optimizer step. Filters and reward shaping are those of
-docs/algorithms.md §5.
+`sample_id` = `<group_id>/<attempt>`. Samples keep the order in which the actor published them. Filters and reward
+shaping are those of docs/algorithms.md §5.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,7 @@ ZERO_TOLERANCE = 1e-6
 def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
     """DAPO's penalty (arXiv:2503.14476, eq. 13): 0 up to ``max_tokens − buffer_tokens``, then linear to −1.
 
-    Args:
-        num_tokens: |y|, tokens of the completion.
-        max_tokens: L_max, at which the server ends a completion.
-        buffer_tokens: L_buffer > 0.
+    ``num_tokens`` is |y|, ``max_tokens`` is L_max, and ``buffer_tokens`` > 0 is L_buffer.
     """
     return float(np.clip((max_tokens - num_tokens) / buffer_tokens - 1.0, -1.0, 0.0))
 

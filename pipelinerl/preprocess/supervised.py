@@ -1,9 +1,7 @@
 """Conversations to imitate as samples: a pure function of the data sets, the seed and the optimizer step.
 
-Step b takes the items b·n … b·n + n − 1 of endless seeded permutations, so nothing has to be remembered for a resume. A
-conversation that cannot be rendered, or has no answer within `finetune.seq_length`, gives no sample: it is counted, and
-the first of each kind is logged. A step of such rows alone takes the next one that gives a sample. Rows stay in memory,
-and are rendered when their step comes.
+Step b takes the items b·n … b·n + n − 1 of endless seeded permutations, so nothing has to be remembered for a resume.
+A conversation that cannot be rendered, or has no answer within `finetune.seq_length`, is counted and gives no sample.
 """
 
 import logging
@@ -60,7 +58,6 @@ class SupervisedData:
             seed: of the permutations. None: they keep their order.
             seq_length: tokens after which a text is cut.
             prompt_weight: weight of the tokens that the assistant does not say.
-            template: options of the chat template (`template_options`).
             max_left_out: largest share of the conversations that may give no sample.
             num_left_out: rows that were left out before.
             held_out: they are those of `sft.test_datasets`.

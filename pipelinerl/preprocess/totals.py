@@ -1,9 +1,7 @@
 """The preprocessor's totals and its position in the run. A restart reads them from topic `preprocessor`. Pure.
 
-A record is written after every published batch and whenever rollouts were dropped, so the actor always knows which
-rollouts will never be trained. ``source`` is the place where the current batch begins. ``counted_until`` is the place
-up to which the totals include drops. A restarted preprocessor reads topic `actor` from ``source`` on, makes the same
-decisions again, and counts only samples behind ``counted_until``, so totals and records stay exact.
+A record is written after every published batch and whenever rollouts were dropped. ``source`` is the place where the
+current batch begins, from which a restart reads on. Totals include drops only up to ``counted_until``.
 """
 
 from collections import Counter
