@@ -48,12 +48,7 @@ def cost_ms(component: str, tokens: float) -> float:
 
 
 def needs(tokens_per_s: float, mean_length: float, prompt_length: float) -> Needs:
-    """Compute the needs of a rate of trained completion tokens per second.
-
-    Args:
-        mean_length: mean tokens of a completion.
-        prompt_length: tokens of a prompt.
-    """
+    """Compute the needs of a rate of trained completion tokens. Lengths are the means of completion and prompt."""
     rollouts = tokens_per_s / mean_length
 
     def processes(component: str) -> int:
@@ -88,10 +83,7 @@ def shortages(wanted: Needs, cfg: Config) -> list[str]:
 def lines(cfg: Config, tokens_per_s: float, devices: int, mean_length: float, prompt_length: float) -> list[str]:
     """Describe what this many devices ask of the CPUs, and `LARGE_WORLD` devices at the same speed.
 
-    Args:
-        tokens_per_s: trained completion tokens per second of all devices.
-        mean_length: mean tokens of a completion.
-        prompt_length: tokens of a prompt.
+    ``tokens_per_s``: trained completion tokens per second of all devices.
     """
     here = needs(tokens_per_s, mean_length, prompt_length)
     large = needs(tokens_per_s / devices * LARGE_WORLD, mean_length, prompt_length)

@@ -38,7 +38,7 @@ class Lengths:
         """Log-normal lengths cut at ``longest``, where a server ends them.
 
         Args:
-            mean: mean length after the cut, from 1 to ``longest``.
+            mean: after the cut, from 1 to ``longest``.
             sigma: standard deviation of the logarithm before the cut.
 
         Raises:

@@ -167,19 +167,13 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
 
 
 def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
-    """Return the pinned host memory of a trainer node.
-
-    While a checkpoint is written, a node's ranks hold their share of weights and moments, and of the exported model.
-    """
+    """Return the pinned host memory of a trainer node while a checkpoint is written, with the exported model."""
     version = shape.parameters * _element(cfg)
     return snapshot_bytes(cfg, shape, nodes) + (12 * shape.parameters + version) // nodes
 
 
 def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
-    """Return what a trainer node's ranks hold for servers: their stripes of two versions.
-
-    The older one is still pulled, or a delta needs it.
-    """
+    """Return what a trainer node's ranks hold for servers: two versions. A pull or a delta needs the older one."""
     return 2 * sent_parameters(cfg, shape) * _element(cfg) // nodes
 
 
@@ -280,10 +274,7 @@ def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int
     """Return the tokens whose logits the output head holds at one time.
 
     For auto this is the largest of `LARGER_CHUNKS` with which the planned memory fits, else `SMALLEST_CHUNK`.
-
-    Args:
-        shape: None = not known.
-        gpu_bytes: memory of one GPU. None = the trainer runs on a CPU.
+    ``shape`` and ``gpu_bytes``: as in `with_choices`.
     """
     wanted = cfg.finetune.head_chunk_tokens
     if wanted != "auto":
@@ -309,11 +300,7 @@ def _vllm(cfg: Config, key: str, default: Any) -> Any:
 
 
 def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
-    """Return what one device of a server holds in addition to the KV cache.
-
-    Every rank stages what it needs of a weight update. A server that has the GPU for itself stages it outside vLLM's
-    share or in host memory. If it shares the GPU with a trainer, the staged update is part of vLLM's share.
-    """
+    """Return what one device of a server holds in addition to the KV cache."""
     items: tuple[MemoryItem, ...] = (
         MemoryItem(label="weights", num_bytes=_server_weights(cfg, shape, ranks) * _element(cfg)),
         MemoryItem(label="activations", num_bytes=_server_activations(cfg, shape, ranks)),
@@ -321,6 +308,7 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
     )
     if kind == "actor_llm" and sends_adapter(cfg):
         items += (MemoryItem(label="adapter", num_bytes=sent_parameters(cfg, shape) * _element(cfg)),)
+    # A server that has the GPU for itself stages outside vLLM's share.
     if cfg.world.share_devices and kind == "actor_llm":
         items += (MemoryItem(label="staged update", num_bytes=staged_bytes(cfg, shape, ranks)),)
     if cfg.world.share_devices and kind == "preprocessor_llm" and _averages(cfg):
@@ -331,8 +319,7 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
 def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
     """Bytes of an update that one of a server's devices stages: the version, or its own shard of it. Of an adapter all.
 
-    A loader that computes instead of copying needs whole tensors, which this estimate leaves out. The server's log has
-    the sum that it has learned (``event=shard_learned``).
+    A loader that computes instead of copying needs whole tensors, which this estimate leaves out.
     """
     if sends_adapter(cfg):
         return sent_parameters(cfg, shape) * _element(cfg)
@@ -379,12 +366,9 @@ def _server_activations(cfg: Config, shape: ModelShape, ranks: int) -> int:
 
 
 def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
-    """Bytes of vLLM's share of one device that remain for the KV cache.
+    """Bytes of vLLM's share of one device that remain for the KV cache of a server of ``ranks`` devices.
 
-    Args:
-        kind: `actor_llm` or `preprocessor_llm`.
-        ranks: devices of the server.
-        gpu_bytes: memory of one device.
+    ``kind``: `actor_llm` or `preprocessor_llm`.
     """
     held = sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks))
     return max(int(gpu_bytes * utilization(cfg)) - held, 0)

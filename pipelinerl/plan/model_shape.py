@@ -1,7 +1,7 @@
-"""Sizes of a causal language model, read from its ``config.json`` alone.
+"""Sizes of a causal language model for plans of memory and throughput, read from its ``config.json`` alone.
 
-They are used only for plans of memory and throughput. Parameters are counted as those of a Llama-like decoder: dense or
-a mixture of experts, with ordinary attention or with DeepSeek's latent attention (arXiv:2405.04434).
+Parameters are counted as those of a Llama-like decoder: dense or a mixture of experts, with ordinary attention or with
+DeepSeek's latent attention (arXiv:2405.04434).
 """
 
 import json

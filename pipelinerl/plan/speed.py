@@ -1,10 +1,7 @@
 """Predicted tokens/s, MFU and pause of an update, for the dry run and the planner. Pure; nothing here was measured.
 
-A roofline over the data sheet of the GPU. The trainer's operations are those of the parameters (forward, backward, and
-once more with gradient checkpointing) and of causal attention over whole micro-batches. Selective checkpointing counts
-like the other: it computes less again, but took as long on an H200, because of Python. MFU counts only 6 operations per
-active parameter and trained token, or 2 per decoded one (arXiv:2204.02311), so that recomputation and attention lower
-it. `pipelinerl gpu-check` compares the prediction with a card.
+A roofline over the data sheet of the GPU. MFU counts 6 operations per active parameter and trained token, or 2 per
+decoded one (arXiv:2204.02311). `pipelinerl gpu-check` compares the prediction with a card.
 """
 
 from functools import partial
@@ -153,13 +150,10 @@ def document_tokens(cfg: Config, longest: float) -> int:
 def decode_rate(
     shape: ModelShape, gpu: Gpu, sequences: np.ndarray | float, *, context: float, ranks: int
 ) -> np.ndarray:
-    """tokens/s of one device that decodes this number of sequences at a time.
+    """tokens/s of one device that decodes this number of sequences at a time, of ``context`` tokens each on average.
 
     A step reads the weights and every sequence's cache, and computes 2 FLOP per parameter and sequence.
-
-    Args:
-        context: mean tokens in a sequence's cache.
-        ranks: devices over which a server's weights are divided.
+    ``ranks``: devices over which a server's weights are divided.
     """
     h = np.asarray(sequences, dtype=np.float64)
     read_bytes = 2 * shape.parameters / ranks + h * shape.kv_bytes_per_token() * context
@@ -245,11 +239,7 @@ def sent_tensors(cfg: Config, shape: ModelShape) -> int:
 
 
 def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_bytes: int) -> float:
-    """Seconds for which a weight update stops a server's decoding, where it is staged as planned.
-
-    Args:
-        ranks: devices of the server.
-    """
+    """Seconds for which a weight update stops a server's decoding, where it is staged as planned."""
     staged = staged_bytes(cfg, shape, ranks)
     is_near = cfg.world.share_devices or fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), "nccl")
     return pause_s(staged, sent_tensors(cfg, shape), COPY_SHARE * gpu.bandwidth if is_near else HOST_BYTES_PER_S)

@@ -1,16 +1,7 @@
-"""Throughput and lag of pipelined and conventional training (docs/algorithms.md §8, arXiv 2509.19128 A.4).
+"""Throughput and lag of pipelined and conventional training (docs/algorithms.md §8, which explains the symbols).
 
-The unit of work is one token at the decoding speed of one fully utilised device. Rates are in tokens per unit of time.
-With absolute rates (tokens/s) instead of utilisations the same formulas give tokens/s.
-
-    N  devices                          I  devices that generate
-    B  sequences per optimizer step     G  optimizer steps per phase (conventional)
-    H  sequences at a time per generating device
-    U(h)  decoding rate of a device with h sequences      τ  training time of one token on one device
-
-A bound on the lag drops a share of the rollouts, predicted from the oldest token's lag. The members of a group start
-together and are published together when the longest has ended. The lag of their oldest tokens is therefore that of the
-longest member of m tokens, m·H·I/(L̄·B) steps rounded up, plus the steps that the group then waits.
+Rates are in tokens of one fully utilised device per unit of time. With absolute rates (tokens/s) instead of
+utilisations the same formulas give tokens/s. Source: arXiv 2509.19128 A.4.
 """
 
 import math
@@ -72,8 +63,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
 def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
     """Tokens per time of all N devices while a phase of B·G sequences is generated, including its tail.
 
-    Sequences above ``max_concurrency`` per device wait. The devices are full until the last sequence has started, and
-    then drain with the remaining lengths of a random moment of steady generation.
+    Sequences above ``max_concurrency`` per device wait, so devices drain only after the last sequence has started.
     """
     sequences = work.batch_size * steps_per_phase / work.devices
     tokens = sequences * work.lengths.mean
@@ -117,8 +107,8 @@ def largest_lag(work: Workload, generating: int, concurrency: int) -> int:
 def mean_in_flight_lag(work: Workload, generating: int, concurrency: int) -> float:
     """Mean over tokens of the optimizer steps from the sampling of a token to the end of its sequence.
 
-    A token has on average E[ℓ²]/(2·L̄) tokens after it, and each takes one decoding step. During a step all H·I
-    sequences grow by one token, which is H·I/(L̄·B) optimizer steps. `generating` is I and `concurrency` is H.
+    A token has on average E[ℓ²]/(2·L̄) tokens after it, and H·I/(L̄·B) optimizer steps pass per decoding step.
+    `generating` is I and `concurrency` is H.
     """
     remaining = work.lengths.mean_square / (2.0 * work.lengths.mean)
     return remaining * concurrency * generating / (work.lengths.mean * work.batch_size)

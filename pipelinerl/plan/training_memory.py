@@ -1,26 +1,8 @@
 """Estimates what one trainer rank holds at the peak of an optimizer step, from the configuration and the model.
 
-A step has four moments at which the memory may be largest: the output head at the end of a forward pass, the backward
-pass through a layer, the reduction of a layer's gradient, and the optimizer's step. At the first two, the activations
-that are kept for the other layers are there, at the third all but one layer's, at the fourth none. The plan is the
-largest one. `benchmarks/step_memory.py` compares it with measured allocations.
-
-Bytes per parameter P (N ranks, float32 master weights everywhere):
-
-    ddp       16 P               weights, gradient, two Adam moments in float32
-    fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
-              16 P / N           with `finetune.shard_gradients`
-                                 with `finetune.expert_ranks` E, a rank's whole gradient has 1/E of the experts
-              4 P                with `finetune.cpu_offload`, and nothing with `finetune.shard_gradients`
-    deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
-              fp32  4 P + 4 P + 12 P  sharded in the same way: DeepSpeed keeps master weights here too
-
-With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Frozen norms keep
-no normalised input, the head has no gradient, and autocast copies a frozen weight anew each time. Ranks that share
-a micro-batch have their part of its activations, and each layer's keys and values as a whole. Ranks that divide the
-experts are assumed to receive as many tokens as they send.
-
-Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
+The peak is in the output head, in the backward pass of a layer, in the reduction of its gradient, or in the optimizer's
+step. docs/cluster.md has the bytes per parameter of each engine. `benchmarks/step_memory.py` compares the plan with
+measured allocations. Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -66,7 +48,6 @@ class EngineMemory:
 
     Args:
         name: `finetune.engine`, for what is printed.
-        ranks: of the trainer.
     """
 
     autocast = False
@@ -267,19 +248,17 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 def layer_bytes_per_token(shape: ModelShape, precision: Precision, frozen: bool = False) -> int:
     """What autograd keeps of one layer for the backward pass.
 
-    Norms compute in float32. Per norm they keep their input and the normalised input, and the linear layers behind it
-    keep their inputs. Autocast makes a copy for each of these layers. Attention keeps queries, keys, values and its
-    output twice, once for the product behind it, and the log-sum-exp. The feed-forward network keeps both products, the
-    activation and their product.
-
     ``frozen``: with adapters, for which nothing is kept of the norms' gradients.
     """
     e, hidden = precision.computed, shape.hidden
+    # Float32 norms keep input and normalised input. The 5 linear layers behind them keep inputs, autocast copies.
     norms = (2 * (4 + 4) + 5 * e) * hidden if precision.autocast else 2 * (4 + 2 * e) * hidden
     norms -= 2 * (4 if precision.autocast else e) * hidden if frozen else 0
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # The output is kept twice, once for the product behind it. The log-sum-exp is float32.
     attention = e * (3 * queries + 2 * keys) + 4 * shape.heads
     if shape.experts > 1:
+        # The feed-forward network keeps both products, the activation and their product.
         visited = shape.active_experts * (2 * hidden + 4 * shape.intermediate) + 4 * shape.shared_intermediate
     else:
         visited = 4 * shape.intermediate
@@ -310,16 +289,14 @@ def layer_parameters(shape: ModelShape) -> int:
 
 
 def head_bytes(cfg: Config, shape: ModelShape, precision: Precision, tokens: int, *, cuda: bool) -> int:
-    """Bytes of the output head: rounded operands, its float32 gradient, the logits of a chunk, and its states.
-
-    CUDA multiplies bfloat16 operands into float32, and rounds the logits' gradient for it. A CPU widens the operands.
-    When the logits are gone, the gradient of bfloat16 weights is rounded.
-    """
+    """Bytes of the output head: rounded operands, its float32 gradient, the logits of a chunk, and its states."""
     half, matrix, states = precision.computed == 2, shape.vocab * shape.hidden, tokens * shape.hidden
     chunk = cfg.finetune.head_chunk_tokens
     logits = min(SMALLEST_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab * (10 if half and cuda else 8)
+    # When the logits are gone, the gradient of bfloat16 weights is rounded.
     rounding = 2 * matrix if half and not precision.autocast and not cfg.finetune.lora.enabled else 0
     rounded = 2 * matrix if precision.autocast else 0
+    # CUDA multiplies bfloat16 operands into float32. A CPU widens them.
     operands = 0 if not half else rounded if cuda else 4 * (matrix + states)
     gradient = 0 if cfg.finetune.lora.enabled else 4 * matrix
     return gradient + operands + max(logits, rounding) + states * (4 + 2 * precision.computed + 2 * precision.stream)
