@@ -1,7 +1,6 @@
-"""Makes a model folder: tokenizer, weights, warm-up, published by one rename.
+"""Makes a model folder: tokenizer, weights, warm-up, published by one rename, and cached by what determines it.
 
-A cache keeps what was built, under a digest of everything that determines it. torch and transformers are imported only
-when something is built: the launcher imports this package to check names.
+torch and transformers are imported only when something is built: the launcher imports this package to check names.
 """
 
 import hashlib
@@ -121,10 +120,9 @@ def publish_model(scratch: Path, target: Path) -> None:
 
 
 def discard_broken(folder: Path) -> str | None:
-    """Removes a model that was built here and that a power cut left incomplete.
+    """Removes a model that was built here and that a power cut left incomplete. Returns what is incomplete.
 
-    Returns:
-        What is incomplete. None: nothing is, or the folder has files that no build writes, and stays.
+    None: nothing is, or the folder has files that no build writes, and stays.
     """
     if not folder.is_dir():
         return None

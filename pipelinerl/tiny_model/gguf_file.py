@@ -1,7 +1,6 @@
 """Turns a GGUF file into a model folder: weights, tokenizer and chat template, as transformers and vLLM load them.
 
-transformers reads the file by the package `gguf` and dequantises every weight. What it leaves out without an error is
-an error here: tensors that the file lacks, and a scaling of rotary positions.
+What transformers leaves out without an error is an error here: missing tensors, and a scaling of rotary positions.
 """
 
 import copy

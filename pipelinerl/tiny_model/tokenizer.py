@@ -1,8 +1,7 @@
 """A byte-level BPE tokenizer with chat template, trained on the recipe's own text.
 
-Bytes are the alphabet, so any string can be encoded. A number up to ``max_number`` is always one token, so the model
-copies a number from the question by copying one token. transformers loads any tokenizer of a Qwen2 model as
-``Qwen2Tokenizer``, which splits text in its own way. The tokenizer is therefore trained and saved as that class.
+A number up to ``max_number`` is always one token, so the model copies a number by copying one token. It is saved as
+``Qwen2Tokenizer``, because transformers loads any tokenizer of a Qwen2 model as that class, which splits text its way.
 """
 
 import json
