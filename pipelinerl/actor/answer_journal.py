@@ -120,7 +120,6 @@ class AttemptFile:
             self._write(b"")
 
     def append(self, answer: RecordedAnswer) -> None:
-        """Writes one answer behind the last."""
         frame = _frame(self._count, _codec.encode(answer))
         if self._write(frame):
             self._count += 1
@@ -297,7 +296,6 @@ class AttemptTransport:
             self._file.fail("disk_timeout")
 
     async def end(self) -> None:
-        """Says that the attempt has ended."""
         if self._file.answers:
             with contextlib.suppress(TimeoutError):
                 await _written(self._file.end_play)

@@ -27,7 +27,6 @@ _TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_
 
 
 def classify(error: BaseException) -> DropReason:
-    """Returns the reason for an exception that ended a rollout."""
     if isinstance(error, VerifierError):
         return DropReason.VERIFIER
     if isinstance(error, SequenceTooLong):

@@ -116,7 +116,6 @@ class Followed:
         self.add_report(server, report, time.monotonic())
 
     def add_report(self, server: InferenceServer, report: UnderWay, now: float) -> None:
-        """Note what a server samples."""
         for name, seen in report.requests.items():
             request = self._requests.get(name)
             if request is None or request.server is not server:

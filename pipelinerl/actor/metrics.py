@@ -124,7 +124,6 @@ class ActorMetrics:
         self._published_before_miss[server] += rollouts
 
     def dropped(self, reason: str) -> None:
-        """Counts a group that was dropped."""
         self._dropped_groups[reason] += 1
 
     def aborted(self, requests: int) -> None:
@@ -309,7 +308,6 @@ class Reporter:
         log.info("event=progress %s", " ".join(f"{key}={_short(values[key])}" for key in SHOWN if key in values))
 
     def evaluation(self, done: EvaluationDone) -> None:
-        """Writes the metrics of an evaluation."""
         self._metrics_log.log(evaluation_metrics(done), step=done.version)
 
 

@@ -19,8 +19,6 @@ from pipelinerl.records.order import DomainOrder, numbers
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Place:
-    """A problem's place in the run."""
-
     epoch: int
     position: int
     """Position in the epoch's permutation over all actors."""

@@ -38,7 +38,6 @@ ENVIRONMENT_POLL_S = 0.5
 
 
 def run(context: RoleContext) -> None:
-    """The role's main function."""
     cfg, run_dir, replica = context.cfg, context.run_dir, context.job.replica_idx
     view = context.server_view
     domains = train_domains(cfg)

@@ -51,8 +51,6 @@ W = TypeVar("W", bound=Work)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkEnded:
-    """The outcome of a piece of work."""
-
     work: Work
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...]

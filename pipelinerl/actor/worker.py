@@ -47,7 +47,6 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
     """Entry point of the process. Ends on ``Stop``, when the connection closes, or after sending ``WorkerFailed``.
 
     Args:
-        job_name: of the actor.
         sock: this worker's end of the connection.
         heartbeat: shared double that receives the monotonic time.
     """

@@ -108,7 +108,6 @@ class RolloutWorkers:
     if a worker reports that it cannot work at all. ``close`` ends the processes.
 
     Args:
-        job_name: of the actor.
         silence_s: a worker without a heartbeat for this many seconds counts as frozen and is killed.
         on_sampling: is told what a worker, by its index, says about the answers under way.
     """
@@ -131,7 +130,6 @@ class RolloutWorkers:
 
     @property
     def num_rollouts(self) -> int:
-        """Running rollouts."""
         return sum(worker.rollouts for worker in self._workers)
 
     def set_servers(self, servers: Servers) -> None:

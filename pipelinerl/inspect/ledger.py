@@ -220,8 +220,6 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def read_present(run_dir: Path) -> Ledger:
-    """Read the ledger of the present streams."""
-
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list, int]:
         """Return the offset of the first record that was not deleted, the records, and the number of damaged ones."""
         spec, backend = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance), get_streams_backend()

@@ -49,7 +49,6 @@ TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = parser().parse_args(argv)
     try:
         with look_into(args.run):

@@ -36,7 +36,6 @@ Show = Callable[[SingleStreamSpec, int, Any], str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = _parser().parse_args(argv)
     try:
         with look_into(args.run):

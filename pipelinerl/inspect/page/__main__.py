@@ -21,7 +21,6 @@ from pipelinerl.inspect.reading import command_parser, port_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = parser().parse_args(argv)
     if args.serve:
         return serve(args.runs, args.port)

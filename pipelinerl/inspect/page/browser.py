@@ -29,7 +29,6 @@ def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> 
 
 
 def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
-    """Return one rollout as data of the page."""
     scores = seen.scores or (None,) * len(seen.rollout.sequences)
     advantages = seen.advantages or (None,) * len(seen.rollout.sequences)
     return {

@@ -38,7 +38,6 @@ TOKENS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     from pipelinerl.inspect.replay import inputs
 
     args = parser().parse_args(argv)

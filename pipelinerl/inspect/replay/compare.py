@@ -55,7 +55,6 @@ class StepComparison:
 
 
 def compare_step(recorded: Recorded, step: ReplayedStep) -> StepComparison:
-    """Compare all that the run recorded with the replayed step."""
     found = StepComparison()
     for name, ours in step.metrics.items():
         if name in recorded.metrics:

@@ -24,7 +24,6 @@ from pipelinerl.world.disk import replace_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = parser().parse_args(argv)
     spans = between(read_spans(args.run), args.start, args.end)
     path = args.output or args.run / TIMELINE_FILE

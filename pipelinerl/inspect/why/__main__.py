@@ -20,7 +20,6 @@ from pipelinerl.inspect.why.evidence import read_evidence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     parser = command_parser("why", __doc__)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--json", action="store_true", help="one JSON list")

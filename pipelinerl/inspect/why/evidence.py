@@ -284,7 +284,6 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int], 
 
 
 def answer_of(seen: SeenRollout) -> Attempt:
-    """What it said and earned."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in seen.rollout.sequences:
         digest.update(sequence.token_ids.tobytes())
