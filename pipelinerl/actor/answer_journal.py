@@ -67,10 +67,8 @@ _reading, _writing = ThreadPoolExecutor(1, "answers_read"), ThreadPoolExecutor(1
 
 
 def request_key(request: GenerateRequest) -> bytes:
-    """Returns a digest of what was asked: prompt tokens, images, sampling parameters.
-
-    The seed is left out: it depends on the order of an attempt's requests, and says nothing about the distribution.
-    """
+    """Returns a digest of what was asked: prompt tokens, images, sampling parameters."""
+    # without the seed: it depends on the order of an attempt's requests, and says nothing about the distribution
     prompt, body = request.key
     if b'"seed"' in body:
         parameters = msgspec.json.decode(body)
@@ -241,7 +239,6 @@ class AttemptTransport:
 
     Args:
         file: answers of the attempt before a crash.
-        transport: samples.
         route: is told which servers had sampled the recorded answers.
     """
 

@@ -54,7 +54,6 @@ class Pacing:
         Args:
             dispatched: units of the samples that this actor has dispatched since the start of the run.
             dropped: those of them that will fill no batch.
-            version: the live weight version.
         """
         return dispatched - dropped < self.limit(version)
 

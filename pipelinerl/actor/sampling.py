@@ -59,8 +59,6 @@ class ProblemSampler:
 
     Args:
         problems: all training problems of the domain.
-        function: the user's.
-        kwargs: `actor.sampler_kwargs`.
         size: problems of a round, at most those of this actor.
         seed, name: as for ``ProblemSource``.
         actor: this actor takes the problems ``actor``, ``actor + num_actors``, …, so that each has its whole history
@@ -94,7 +92,6 @@ class ProblemSampler:
         """Draws the problems of round ``number``, without replacement as long as problems with a weight are left.
 
         Args:
-            number: of the round.
             removed: indices of problems that have left the pool. If all have, none is drawn.
             size: of the round. 0 = as usual.
         Raises:

@@ -40,11 +40,7 @@ class FamilyRenderer(ChatRenderer):
     ) -> np.ndarray | None:
         """Returns what stands between an answer and the next one, int32 [N]. None: the family does not continue it.
 
-        Args:
-            prompt_ids, completion_ids: int32, of the call with the answer.
-            messages: the answer and what follows it.
-            tools: in OpenAI format, or None.
-            kwargs: options of the family.
+        ``prompt_ids`` and ``completion_ids`` (int32) are of the call with the answer, and ``messages`` begin with it.
         """
         bridged = self._renderer(kwargs).bridge_to_next_turn(
             prompt_ids.tolist(), completion_ids.tolist(), _plain(messages)[1:], tools=tools

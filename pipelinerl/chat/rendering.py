@@ -67,9 +67,7 @@ class ChatRenderer:
     def render(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
         """Renders the prompt for the assistant's next message.
 
-        Args:
-            messages, tools: in OpenAI format.
-            kwargs: further variables of the chat template.
+        ``messages`` and ``tools`` are in OpenAI format, ``kwargs`` are further variables of the chat template.
         """
         key = _cache_key(messages, tools, kwargs)
         cached = self._prompts.get(key)
@@ -98,10 +96,7 @@ class ChatRenderer:
     def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
         """Renders the text of a conversation.
 
-        Args:
-            messages, tools: in OpenAI format.
-            kwargs: further variables of the chat template.
-            ask: whether to add the opening of the assistant's next message.
+        ``ask``: whether to add the opening of the assistant's next message. The others are as for ``render``.
         """
         plain = [plain_message(message) for message in messages]
         try:
@@ -118,10 +113,8 @@ class ChatRenderer:
 
 
 def _keep_no_words(backend: Any) -> None:
-    """Disables the cache of the tokenizer's model, which keeps the first 10,000 words forever and saves no time.
-
-    If the tokenizer does not split at spaces, a "word" is a whole prompt, of which the cache keeps 4 KB.
-    """
+    """Disables the cache of the tokenizer's model, which saves no time and keeps the first 10,000 words forever."""
+    # without a split at spaces a word is a whole prompt, of which it keeps 4 KB
     model = getattr(backend, "model", None)
     resize = getattr(model, "_resize_cache", None)  # BPE and Unigram have one
     if resize is not None:

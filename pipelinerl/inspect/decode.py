@@ -198,12 +198,7 @@ def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
 
 
 def messages_in(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
-    """Find the messages in a sequence's text. A mark of a turn that the policy itself sampled begins no message.
-
-    Args:
-        pieces: text of each token.
-        sampled: whether each token was sampled.
-    """
+    """Find the messages in a sequence's text. A mark of a turn that the policy itself sampled begins no message."""
     text = "".join(pieces)
     origin = [flag for piece, flag in zip(pieces, sampled, strict=True) for _ in piece]
     written = "".join("\0" if flag else character for character, flag in zip(text, origin, strict=True))

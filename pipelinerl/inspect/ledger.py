@@ -74,7 +74,6 @@ def ledger_of(
     """Build the ledger of one replica from the records of its topics. Pure.
 
     Args:
-        steps_trained: number of optimizer steps that are done.
         first_offset: of ``actor``: samples packed from older, deleted records cannot be looked up.
         first_progress: offset of the first record of ``preprocessor``. What older records resolved is unknown.
         unreadable_actor: number of damaged records of ``actor``, each of which may have resolved one dispatch.
@@ -174,7 +173,6 @@ def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: L
 
     Args:
         earlier: (step of its last checkpoint, entries) of each ended epoch, oldest first.
-        present: the ledger of the present streams.
     """
     known: dict[str, LedgerEntry] = {}
     violations = list(present.violations)
@@ -268,11 +266,7 @@ def _say(entry: LedgerEntry) -> str:
 
 
 def show(run_dir: Path, *, as_json: bool) -> int:
-    """Print a run's ledger. Returns 1 if there are violations, which go to standard error.
-
-    Args:
-        as_json: one JSON object per rollout instead of the counts.
-    """
+    """Print a run's counts, or with ``as_json`` an object per rollout. Returns 1 with violations on stderr."""
     ledger = read_ledger(run_dir)
     if as_json:
         for entry in ledger.entries:

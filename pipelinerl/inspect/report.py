@@ -64,9 +64,7 @@ class RunRecords:
 def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True) -> RunRecords:
     """Read the topics of a run from their beginning. The streams backend must be set.
 
-    Args:
-        replicas: number of actors.
-        with_rollouts: also read the groups, which takes long for a long run.
+    ``with_rollouts``: also read the groups, which takes long for a long run.
     """
     records = RunRecords()
     with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None, over_damage=True) as reader:
@@ -105,7 +103,6 @@ def summarise(
     """Compute the figures of `summary.json`. A run that only imitates has no figures of rollouts.
 
     Args:
-        actor_points: the actor's metrics.
         wall_s: seconds of all launches that ended by themselves. The seconds of training count where they are more.
         phases: see `phases_of`.
         imitation: see `imitation_of`. None or empty: the run imitates nothing.

@@ -93,11 +93,9 @@ def log_missing_text(error: ConfigError) -> None:
 
 
 def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:
-    """Return the page. Rollouts are halved until it fits into `MAX_PAGE_BYTES`.
+    """Return the page of ``collect``'s runs. Rollouts are halved until it fits into `MAX_PAGE_BYTES`.
 
-    Args:
-        runs: data of each run, from `collect`.
-        live: the page asks its server for new data.
+    ``live``: the page asks its server for new data.
     """
     while True:
         page = _fill(runs, live)

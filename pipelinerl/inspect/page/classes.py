@@ -47,10 +47,9 @@ def _class_of(attempts: int, solved: int) -> str:
 
 
 def by_length(attempts: Iterable[tuple[int, int, bool]]) -> list[dict[str, Any]]:
-    """Success in training, parted by length into thirds of all attempts on record. Empty where all are about as long.
+    """Success in training by thirds of all attempts' lengths. Empty where all are about as long.
 
-    Args:
-        attempts: (optimizer step, sampled tokens, success) of each.
+    ``attempts``: (optimizer step, sampled tokens, success) of each.
     """
     known = np.array(list(attempts), np.int64).reshape(-1, 3)
     if len(known) < FEWEST:
