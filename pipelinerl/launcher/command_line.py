@@ -83,6 +83,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
     import yaml
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
     from pipelinerl.config.origin import make_examples_importable
@@ -103,7 +104,14 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
         from pipelinerl.launcher.program import launch
 
         composed.append(cfg)
-        overrides = list(HydraConfig.get().overrides.task)
+        hydra_cfg = HydraConfig.get()
+        overrides = list(hydra_cfg.overrides.task)
+        if hydra_cfg.mode == RunMode.MULTIRUN and shares_folder(cfg, arguments):
+            cure = "name a swept key in it, as in 'output_dir=results/${seed}'"
+            codes.append(
+                codes[0] if codes else refuse(f"all runs of --multirun share output_dir={cfg.output_dir}; {cure}")
+            )
+            return
         try:
             codes.append(launch(cfg, overrides, **({"command_of": command_of} if command_of else {})))
         except PipelineRLError as error:
@@ -120,6 +128,16 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
             raise
         return refuse(explain_file(error, config_dir))
     return max(codes, default=0)
+
+
+def shares_folder(cfg: "DictConfig", arguments: Sequence[str]) -> bool:
+    """Whether all runs of a sweep would have one folder: it neither names another key nor is swept itself."""
+    from omegaconf import OmegaConf
+
+    is_swept = any(argument.lstrip("+").startswith("output_dir=") and "," in argument for argument in arguments)
+    return not is_swept and not (
+        OmegaConf.is_missing(cfg, "output_dir") or OmegaConf.is_interpolation(cfg, "output_dir")
+    )
 
 
 def refuse(message: str) -> int:

@@ -7,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
 
 from pipelinerl.config.load import compose
+from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments, main, quoted
 
 
@@ -134,3 +135,21 @@ def test_name_of_a_configuration_without_its_option_is_told_the_option(
 ) -> None:
     assert main([typed, "output_dir=x"]) == 2
     assert "--config-name=quickstart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["one", "results/${seed}", "a,b"])
+def test_runs_of_a_sweep_have_a_folder_each_or_are_refused(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    swept = ["seed=0,1"] if folder != "a,b" else []
+    arguments = ["--config-name=quickstart", "--multirun", f"output_dir={folder}", *swept, "dry_run=true"]
+    code = main([*arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    told = capsys.readouterr()
+    if folder == "one":
+        assert code == EXIT_REFUSED
+        assert told.err.count("all runs of --multirun share output_dir=one") == 1
+        assert told.out == ""
+    else:
+        assert code == 0
+        assert told.out.count("dry run: nothing was started") == 2
