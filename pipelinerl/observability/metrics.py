@@ -127,12 +127,13 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
 
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
-    """Return all points of a kind in order, without lines that are incomplete."""
+    """Return all points of a kind in order, without lines that are incomplete or damaged."""
     points = []
     with contextlib.suppress(FileNotFoundError):
-        for line in metrics_file(run_dir, kind).read_text(encoding="utf-8").splitlines():
+        for line in metrics_file(run_dir, kind).read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):
-                points.append(json.loads(line))
+                point = json.loads(line)
+                points += [point] if isinstance(point, dict) else []
     return points
 
 

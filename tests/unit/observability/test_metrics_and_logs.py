@@ -35,6 +35,13 @@ def config(mode: str = "disabled") -> SimpleNamespace:
     return SimpleNamespace(wandb=section, trackers=trackers, launcher=SimpleNamespace(max_log_mb=1))
 
 
+def test_damaged_byte_costs_the_line_that_has_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    lines = [b'{"step": 1}', b'{"step": 2, "rew\xffrd": 1}', b'{"step"\x00: 3}', b"4", b'{"step": 5}']
+    (tmp_path / "metrics" / "actor.jsonl").write_bytes(b"\n".join(lines))
+    assert read_metrics(tmp_path, "actor") == [{"step": 1}, {"step": 5}]
+
+
 def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> None:
     logger = MetricsLogger(config(), tmp_path, "actor")  # type: ignore[arg-type]
     logger.log({"reward": 0.5, "bad": float("nan"), "count": 3}, step=1)
