@@ -38,8 +38,7 @@ class Average:
 
     Args:
         averaging: its decay and its files.
-        worker: index of this one in its server.
-        workers: number of them. A file counts if each has written its own of that version.
+        worker, workers: index of this one in its server, and their number. A file counts if each has written its own.
         allocate: makes a flat uint8 buffer of a number of bytes.
     """
 

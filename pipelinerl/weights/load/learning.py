@@ -30,11 +30,7 @@ _NO_VALUES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.op
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every assignment to an existing tensor, and which sent tensors go elsewhere.
-
-    Args:
-        sent: names of the sent tensors by their storage.
-    """
+    """Records every assignment to an existing tensor, and which sent tensors (``sent``, by storage) go elsewhere."""
 
     def __init__(self, sent: Mapping[int, str]) -> None:
         super().__init__()
@@ -91,8 +87,7 @@ def learn(
     """Returns the load plan of a model.
 
     Args:
-        load: the model's own function for loading named tensors, e.g. ``model.load_weights``. May return the names of
-            the parameters that it has loaded.
+        load: the model's own function for loading named tensors. May return the names of what it has loaded.
         specs: parameters as they are sent.
         device: of the model. On `meta` it has no memory.
     Raises:

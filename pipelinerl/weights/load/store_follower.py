@@ -74,12 +74,7 @@ class Updates(Protocol):
 
 
 class StoreFollower:
-    """Keeps one server at the newest version of a store.
-
-    Args:
-        updates: the server's updates.
-        loop: the server's loop, in which ``updates`` runs.
-    """
+    """Keeps one server at the newest version of a store. ``loop`` is the server's, in which ``updates`` runs."""
 
     def __init__(self, updates: Updates, loop: asyncio.AbstractEventLoop, settings: FollowerSettings):
         self._updates, self._loop, self._settings = updates, loop, settings

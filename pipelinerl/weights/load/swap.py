@@ -51,12 +51,7 @@ class Packed:
 
 
 class Swap:
-    """Copies staged bytes into the parameters of a live model.
-
-    Args:
-        bare: the same module tree without memory.
-        device: of the live model.
-    """
+    """Copies staged bytes into the parameters of a live model. ``bare`` is the same module tree without memory."""
 
     def __init__(self, live: nn.Module, bare: Any, model_config: ModelConfig, device: torch.device):
         self._live, self._bare, self._dtype, self._device = live, bare, model_config.dtype, device

@@ -1,8 +1,7 @@
 """vLLM's side of a weight update in each worker: stages and prepares in the background, swaps in place.
 
-The engine implements vLLM's `WeightTransferEngine`, so vLLM's own endpoints can drive it too (`update_weights` then
-waits for the bytes). Our server drives it through `WeightUpdateExtension`, which blocks the engine loop only for the
-swap. Nothing touches the model before `finish_weight_update`, so a sender may die at any point before it.
+The engine implements vLLM's `WeightTransferEngine`, so vLLM's own endpoints can drive it, too. Our server drives it
+through `WeightUpdateExtension`. Nothing touches the model before `finish_weight_update`.
 """
 
 import logging

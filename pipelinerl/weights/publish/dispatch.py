@@ -39,8 +39,6 @@ def chained(
 ) -> list[Dispatch]:
     """Plans the chains of the servers that hold the delta's base, and those of all others that are not late.
 
-    If nobody is well, nobody is late: someone has to begin.
-
     Args:
         ready: `in_order`.
         ranks: addresses of the trainer's ranks, each of which has one stripe.
@@ -50,7 +48,7 @@ def chained(
     returned = [client for client in fit if client.name in links.returned and client not in givers]
     well = [client for client in fit if client not in givers and client not in returned]
     last = [*returned, *givers[:1]] if well else []
-    order = [*well, *last] or list(ready)
+    order = [*well, *last] or list(ready)  # if nobody is well, someone has to begin
     with_base = [client for client in order if pending.deltas is not None and client.held == pending.base_version]
     without = [client for client in order if client not in with_base]
     dispatches = []

@@ -115,8 +115,6 @@ class NcclGroups:
 
     Args:
         own: rank 0's own, which names new communicators.
-        sender: name of the trainer process.
-        secret: the run's secret.
         stall_s: a group must form within this time.
     """
 

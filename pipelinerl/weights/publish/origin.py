@@ -87,12 +87,7 @@ class SenderSettings:
 
 
 class Origin:
-    """Serves one rank's stripe of the newest versions.
-
-    Args:
-        sender: name of the trainer process, equal on all its ranks.
-        rank, ranks: this rank, and the number of ranks that send.
-    """
+    """Serves one rank's stripe of the newest versions. All ranks have the same ``sender``, the trainer's name."""
 
     def __init__(self, settings: SenderSettings, *, sender: str, rank: int = 0, ranks: int = 1):
         self.sender, self.ranks = sender, ranks

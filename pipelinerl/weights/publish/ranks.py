@@ -17,12 +17,7 @@ _files: msgspec.json.Decoder[Written | Failed] = msgspec.json.Decoder(Written | 
 
 
 class Ranks:
-    """The ends of the trainer's ranks.
-
-    Args:
-        own: rank 0's end.
-        others: addresses of the ends of ranks 1, 2, ….
-    """
+    """The ends of the trainer's ranks: rank 0's ``own``, and the addresses of ranks 1, 2, …."""
 
     def __init__(self, own: Origin, others: Sequence[Address], settings: SenderSettings):
         self._own, self._settings = own, settings

@@ -43,8 +43,7 @@ class ServerPool:
 
     Args:
         servers: returns the policy's current servers. Called often.
-        secret: the run's secret.
-        weight checker: admits servers. None = every server that answers is admitted.
+        checker: admits servers. None = every server that answers is admitted.
         changed: called when a server becomes ready for weights, takes a version by itself, or leaves service.
         fetching: None = servers take only versions that they are told to pull.
     """
@@ -157,7 +156,6 @@ class ServerPool:
             self._changed()
 
     def _record_version(self, client: ServerClient, version: int | None, key: str) -> None:
-        """Records which version a server has fetched."""
         version = None if self._refused.get(client.name) == key else version
         if client.report(version) and client.serves is not None and (checker := self.checker_of(client)):
             checker.start_check(client.name, client.serves)

@@ -43,10 +43,7 @@ class Snapshot:
 class Snapshots:
     """One rank's buffers on the registry from which servers pull: two if servers still pull the newest, or for deltas.
 
-    Args:
-        sender: name of the trainer process, equal on all its ranks.
-        device: of the trainer. Buffers lie in host memory, pinned if it is a GPU.
-        rank, ranks: this rank, and the number of ranks that send.
+    They lie in host memory, pinned if the trainer's ``device`` is a GPU.
     """
 
     def __init__(self, sender: str, registry: BufferRegistry, device: torch.device, *, rank: int, ranks: int):

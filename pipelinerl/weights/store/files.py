@@ -58,8 +58,7 @@ class MissingFileError(StoreError):
 
 @lru_cache(maxsize=8)
 def open_files(url: str) -> Files:
-    """Returns the store at a `pipelinerl.config.paths.weight_store`: a folder's path, or an fsspec URL such as
-    ``s3://bucket/run``.
+    """Returns the store at a `pipelinerl.config.paths.weight_store`: a folder, or an fsspec URL (``s3://bucket/run``).
 
     Credentials and options come from the environment, as the file system's own library reads them, or as fsspec's
     ``FSSPEC_<PROTOCOL>_<OPTION>``.

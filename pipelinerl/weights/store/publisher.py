@@ -69,8 +69,6 @@ class Publisher:
     """Publishes the versions of one trainer process.
 
     Args:
-        secret: the run's secret, which signs the manifest.
-        sender: name of the trainer process.
         keep: manifests whose files stay in any case.
         grace_s: time for which files stay after that.
     """

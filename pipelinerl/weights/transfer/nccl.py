@@ -181,11 +181,7 @@ class Group:
 
 
 class Groups:
-    """The groups of one process. Thread-safe.
-
-    Args:
-        load: loads NCCL.
-    """
+    """The groups of one process. Thread-safe."""
 
     def __init__(self, load: Callable[[], Library]):
         self._load = load

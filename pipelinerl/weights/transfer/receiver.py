@@ -140,14 +140,11 @@ class Receiver:
     Args:
         index: this worker's index in its server (0 …).
         host: the name under which other workers reach this one.
-        secret: the run's secret.
-        device: the worker's device.
         allocate: makes a flat uint8 staging buffer of a number of bytes, on the device where the swap reads it.
         prepare: called in the background thread with the layout and the staged bytes, before the pause.
         learn: called in the background thread with the layout and the first byte of each stripe, before bytes come.
             Returns the shard that this worker keeps. None = the whole version.
-        pace: see `SourceServer`.
-        receive_pace: called with the number of bytes after they were received (benchmarks limit links with it).
+        pace, receive_pace: called with the number of bytes, before sending and after receiving. Benchmarks limit links.
     """
 
     def __init__(

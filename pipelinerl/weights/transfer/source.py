@@ -82,8 +82,6 @@ class SourceServer:
     """Listens on its own port and serves a buffer registry.
 
     Args:
-        registry: the bytes to serve.
-        secret: the run's secret, which pullers must know.
         host: the name under which others reach this process.
         port: 0 = any free port.
         device: where NCCL and IPC buckets lie.
@@ -148,7 +146,6 @@ class SourceServer:
             threading.Thread(target=self._serve, args=(sock,), name="weight-source", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Serves one connection from its handshake to its end."""
         try:
             connection = Connection.accept(sock, self._secret)
         except WireError as error:
@@ -199,7 +196,6 @@ class SourceServer:
             self.groups.leave(order.name)
 
     def _answer_get(self, connection: Connection, get: Get, transports: dict[TransportName, BucketTransport]) -> None:
-        """Sends the requested bytes as they become available."""
         bucket_transport: BucketTransport
         if get.transport == "nccl":
             group = self.groups.get(get.group)

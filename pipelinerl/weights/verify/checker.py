@@ -109,7 +109,6 @@ class WeightChecker:
     """Checks the servers of one sender. Methods return at once, except for ``sample`` and ``close``.
 
     Args:
-        secret: the run's bearer secret.
         tolerance: `weights.probe_tolerance`.
         timeout_s: a server in service that does not answer within this time misses its probe.
         report: called with every `Miss`, from any thread.

@@ -120,7 +120,6 @@ async def score_sequences(
     """Returns the log-probabilities of several sequences' tokens under a server's model, with one request.
 
     Args:
-        session: the caller's pooled connection.
         url: the server, e.g. ``http://127.0.0.1:8000``.
         sequences: int [T] each. With images there is one.
         images: encoded images of that one.
@@ -158,7 +157,6 @@ async def score_sequences(
 def _split(
     values: np.ndarray | None, dtype: type[np.generic], shape: tuple[int, ...], ends: np.ndarray
 ) -> list[np.ndarray]:
-    """The part of every sequence."""
     if values is None or values.dtype != dtype or values.shape != shape:
         found = "nothing" if values is None else f"{values.dtype} {values.shape}"
         raise TransportError(f"{shape[0]} tokens were sent, and {found} were scored, not {shape}")
