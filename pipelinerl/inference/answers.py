@@ -114,7 +114,6 @@ class Answers:
     """Answers requests from one engine.
 
     Args:
-        engine: vLLM's client.
         model: the name under which clients address it.
         max_model_len: longest prompt and completion together, in tokens.
         keeps_conversations: whether ``prefix_version`` is respected.
@@ -168,7 +167,6 @@ class Answers:
         return str(request.prefix_version) if self._keeps and request.prefix_version is not None else None
 
     async def _sample(self, request: AnswerRequest, prompts: Sequence[Any], name: str) -> list[RequestOutput]:
-        """One output per prompt."""
         tasks = [asyncio.create_task(self._generate(request, prompt, name)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)

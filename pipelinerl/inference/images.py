@@ -25,7 +25,6 @@ class ImagePrompts:
     """Makes the engine's input of prompts with images.
 
     Args:
-        processor: vLLM's renderer.
         placeholder: id of the token that stands for an image. None: the model takes no images.
     """
 

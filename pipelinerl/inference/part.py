@@ -30,11 +30,7 @@ class PartEndedError(PipelineRLError):
 
 
 def serve_part(arguments: Sequence[str], span: Span, context: RoleContext) -> None:
-    """Run this node's workers until SIGTERM.
-
-    Args:
-        arguments: vLLM's command line.
-        span: the part, which is not node 0.
+    """Run this node's workers until SIGTERM. ``span`` is a part other than node 0.
 
     Raises:
         PartEndedError: node 0 or a worker of this node has ended.

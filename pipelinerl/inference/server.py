@@ -139,8 +139,6 @@ def serve(
 
     Args:
         arguments: vLLM's command line.
-        service: policy or reference server.
-        status: the role's heartbeat.
         membership: the server's lease. None = the server announces itself to no one.
 
     Raises:

@@ -79,9 +79,7 @@ class UpdateControl:
     """Runs one update at a time. A newer request supersedes one that is still receiving.
 
     Args:
-        engine: swaps between two steps, and compares.
-        workers: addresses of its workers.
-        secret: the run's secret.
+        workers: addresses of the engine's workers.
         on_fatal: ends this server.
         announce: called when ``info`` has changed.
     """
