@@ -154,7 +154,6 @@ class FilesCursor(Cursor):
                     raise
 
     def _available(self) -> list[tuple[int, Buffer]]:
-        """Returns the records that can be read now."""
         records = self._read_segment()
         if not records and (self._segment is None or self._segment.base != self.position):
             try:
