@@ -237,7 +237,6 @@ def _check_shape(array: Any, name: str, kind: str, shape: tuple[int, ...], where
 
 
 def _check_routing(routed: np.ndarray | None, num_tokens: int, where: str) -> None:
-    """Checks that there is a row of experts for each of ``num_tokens`` tokens."""
     if routed is not None and (routed.dtype.kind not in "iu" or routed.ndim != 2 or len(routed) != num_tokens):
         raise RecordError(
             f"{where}: routed_experts is {routed.dtype} {routed.shape}; it must be an integer array with {num_tokens} "
@@ -269,5 +268,4 @@ def _outside_vocabulary(token_ids: np.ndarray, position: int, vocab_size: int) -
 
 
 def _first(mask: np.ndarray) -> int:
-    """Returns the index of the first True."""
     return int(np.argmax(mask))
