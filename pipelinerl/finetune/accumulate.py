@@ -1,7 +1,6 @@
 """One optimizer step from the micro-batches of one rank: accumulate, synchronise once, update.
 
-Consumes the records of a step. Produces new weights and the step's metrics. A gradient that is not finite never
-changes the weights.
+A gradient that is not finite never changes the weights.
 """
 
 import time
@@ -75,16 +74,14 @@ def train_step(
     proximal: Sequence[torch.Tensor] | None = None,
     observe: Observer | None = None,
 ) -> dict[MetricName, float]:
-    """Train one optimizer batch. Collective: every rank passes its own records, and all pass the same number.
+    """Train one optimizer batch and return its metrics, equal on all ranks. Collective.
 
     Args:
         settings: of the loss.
-        rules: for the layout of the records.
+        rules: for the layout of the records, of which every rank passes its own, and all the same number.
         proximal: [K] log π_prox of the trained tokens of each record. None: the policy's own.
         observe: called after each micro-batch. It must not wait for the device.
 
-    Returns:
-        Metrics of the whole batch, equal on all ranks.
     Raises:
         RecordError: a record may not be trained, or the gradient is not finite. The weights are unchanged.
     """

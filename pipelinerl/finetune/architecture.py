@@ -1,10 +1,8 @@
 """Checks before a run starts that the trainer's log-probabilities equal those of the model's own ``logits``.
 
-The check runs on a small random copy that is built from the model's configuration. The copy is narrow and has just
-enough layers to hold one of each kind, so a 32B model costs no more than a toy. Its thresholds, such as windows and
-rope limits, are so low that its documents cross each one that documents of the run can cross (``thresholds``). Three
-things are measured in float32: how the model changes the products of its head, the trainer's log-probs of documents in
-rows, and those of packed documents. An architecture is accepted because its numbers agree, never because of its name.
+Measures a small random copy of the model in float32 (``small_copy``): how it changes the products of its head, and the
+log-probs of documents in rows and of packed ones. An architecture is accepted because its numbers agree, never because
+of its name (docs/algorithms.md §7).
 """
 
 import argparse
@@ -77,12 +75,10 @@ def examine_config(
         config: of transformers.
         source: folder or name of the model, to try its images. None: they are not tried.
         attention: `finetune.attn_implementation`.
-        packing: `finetune.seq_packing`.
-        seq_parallel: `finetune.seq_parallel`.
-        trust_remote_code: `trust_remote_code`.
         longest: `max_model_len` of the run's servers, the tokens of its longest document. None: any number.
         has_reference: whether the run has reference servers.
         divides_experts: whether ranks divide the experts of a layer.
+
     Raises:
         ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
     """
@@ -253,11 +249,10 @@ def is_exact(error: float | str) -> bool:
 
 @torch.no_grad()
 def measure_logit_map(lm: PreTrainedModel, ids: Tensor) -> LogitMap:
-    """Measure how ``lm`` changes the products of its head, by replacing them with known numbers.
+    """Measure how ``lm`` changes the products of its linear head, by replacing them with known numbers.
 
-    Args:
-        lm: a model with a linear output head.
-        ids: int64 [1, L], any input.
+    ``ids``: int64 [1, L], any input.
+
     Raises:
         ConfigError: the change is neither a scale nor a softcap.
     """

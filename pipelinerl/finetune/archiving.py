@@ -1,9 +1,7 @@
 """Archives the trainer's log-probabilities, entropies and altered tokens of each step.
 
-The values stay on the device until the step's metrics are read, which waits for the device anyway. With
-`finetune.seq_parallel` nothing is archived, because a rank then has only a slice of each sequence.
-
-Shapes: K trained tokens of one micro-batch.
+Values stay on the device until the step's metrics are read. With `finetune.seq_parallel` nothing is archived, because
+a rank then has only a slice of each sequence. Shapes: K trained tokens of one micro-batch.
 """
 
 from collections.abc import Sequence
@@ -71,11 +69,9 @@ def open_scores(ctx: RoleContext, rank: int, world_size: int) -> ScoreArchive:
 def split_sequences(
     sequences: Sequence[tuple[ScoredSequence, float]], keep: set[str]
 ) -> tuple[tuple[ScoredSequence, ...], tuple[ScoredSequence, ...]]:
-    """Divide sequences into those to keep and the rest.
+    """Divide sequences, each with its largest absolute log-ratio, into those to keep and the rest.
 
-    Args:
-        sequences: each with its largest absolute log-ratio. The ``LARGEST_RATIOS`` largest are kept.
-        keep: ids of samples whose sequences are kept.
+    The ``LARGEST_RATIOS`` largest are kept, and those of the sample ids in ``keep``.
     """
     largest = sorted(range(len(sequences)), key=lambda i: -sequences[i][1])[:LARGEST_RATIOS]
     kept: list[ScoredSequence] = []

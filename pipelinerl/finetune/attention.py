@@ -1,10 +1,7 @@
 """Causal attention over packed documents that never builds a mask of all tokens by all tokens.
 
-``announce`` sets the documents of the next forward pass. Each document attends only to itself. In half precision on
-CUDA, torch's variable-length kernel computes this, elsewhere one `scaled_dot_product_attention` per document. A sliding
-window is computed in bands of queries. No fused kernel of torch supports softcaps and attention sinks, so these are
-computed from the scores of one block of queries at a time. The backward pass recomputes the scores to save memory.
-With sequence parallelism a rank has slices of documents and gathers the keys and values of all ranks (``sequence``).
+``announce`` sets the documents of the next forward pass. Each document attends only to itself. Softcaps and attention
+sinks are computed from the scores of one block of queries at a time, because no fused kernel of torch supports them.
 
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
@@ -162,11 +159,8 @@ def packed_attention(
 
 
 def register_attention(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Register ``attention`` in transformers under ``name``.
-
-    No function of masks is registered: then transformers makes none, and does not wait for the device to look at the
-    positions.
-    """
+    """Register ``attention`` in transformers under ``name``."""
+    # Without a function of masks transformers makes none, and does not wait for the device to look at the positions.
     AttentionInterface.register(name, attention)
 
 
@@ -203,14 +197,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
 
 
 def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: Documents) -> Tensor:
-    """Attention of the documents of one row: [1, H, L, D]. Neighbours of equal lengths are one batch.
-
-    The row is split and not sliced: the gradient of each slice would be a tensor of the whole row.
-    """
+    """Attention of the documents of one row: [1, H, L, D]. Neighbours of equal lengths are one batch."""
     kinds = groupby(zip(documents.lengths, documents.keys, strict=True))
     runs = [(queries, keys, len(list(run))) for (queries, keys), run in kinds]
     queries, keys = ([run[side] * run[2] for run in runs] for side in (0, 1))
     outputs = []
+    # Split and not sliced: the gradient of each slice would be a tensor of the whole row.
     parts = (query.split(queries, 2), key.split(keys, 2), value.split(keys, 2))
     for (_, _, count), *part in zip(runs, *parts, strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)

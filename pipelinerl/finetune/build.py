@@ -1,9 +1,7 @@
 """Builds the policy in its engine, and the rules by which micro-batches are laid out for it.
 
-With `finetune.compile` torch compiles the decoder layers. Layers of one shape share their compiled code, so the time
-that this takes does not grow with their number. The number of tokens is a symbol in it, because every micro-batch has
-another. Packed attention reads the lengths of documents from the host and has its own kernels. It stays outside and
-divides each layer's code into what comes before and after it.
+`finetune.compile` compiles each decoder layer in the parts before and after packed attention, which stays outside.
+Layers of one shape share their compiled code, in which the number of tokens is a symbol.
 """
 
 import logging

@@ -1,9 +1,7 @@
 """The names and shapes that a model's parameters have in its checkpoint, which are those that servers load.
 
-transformers keeps some parameters in another form than the checkpoint, e.g. all experts of a layer as one tensor, and
-renames others. Each tensor of a checkpoint is a block of one parameter here. ``CheckpointNames`` finds the blocks once:
-it runs the conversion of transformers on tensors without memory and records which elements every result views. An
-export then takes views of a parameter, and loading fills a range of a parameter from the blocks that hold it.
+Each tensor of a checkpoint is a block of one parameter here, e.g. one of the experts that transformers keeps as one
+tensor. ``CheckpointNames`` finds the blocks by the conversion of transformers, on tensors without memory.
 """
 
 from collections.abc import Iterator

@@ -60,10 +60,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     def after(
         self, first: MicroBatch, positions: dict[str, int], replica: int, proximal_made_at: int | None = None
     ) -> "Counters":
-        """The counters after one more optimizer step.
+        """The counters after one more optimizer step, which began with micro-batch ``first``.
 
         Args:
-            first: first micro-batch of the step.
             positions: of the streams after the step.
             replica: number of the preprocessor that packed the step.
             proximal_made_at: the field of the new counters.
@@ -149,12 +148,12 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
-    """Write and publish a checkpoint, and return its folder. Collective.
+    """Write and publish a checkpoint in folder ``root``, and return its folder. Collective.
 
     Args:
-        root: folder of the checkpoints.
         pieces: this rank's pieces, on the CPU. The pieces of all ranks cover each tensor exactly once.
         counters: with the positions of this rank's streams.
+
     Raises:
         CheckpointError: on all ranks. Earlier checkpoints are intact.
     """

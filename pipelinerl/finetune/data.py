@@ -1,8 +1,7 @@
 """Converts a ``MicroBatch`` record to tensors: its tokens, which of them are trained, and which tokens predict those.
 
-Segments never attend to each other. A micro-batch has one of two layouts, both exact. *Packed* puts all segments one
-after the other and restarts position ids at each. *Rows* puts one segment in each row, with padding at the end that
-causal attention cannot see. Neither needs an attention mask. Rows cost less where segments are many, short and similar.
+Two exact layouts need no attention mask: *packed* puts all segments one after the other and restarts position ids at
+each, *rows* puts each in a row with padding at its end, which costs less for many short and similar segments.
 
 Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
 """
@@ -125,16 +124,15 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
 
 
 def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, dense_mask: bool = True) -> bool:
-    """Whether one segment per row costs less than packing.
+    """Whether one segment per row costs less than packing, in units of one token's attention to one other.
 
-    The unit of cost is the attention of one token to one other. A token costs ``tokens_per_attention_unit`` in the
-    linear layers, plus the length that it attends over. In a pack with ``dense_mask`` this is the whole pack. Without
-    it, this is the token's segment, and each segment costs one more call of the kernel.
+    A token costs ``tokens_per_attention_unit`` in the linear layers. With ``dense_mask`` it attends over all of a pack.
     """
     lengths = segment_lengths.astype(np.int64)
     total, longest = int(lengths.sum()), int(lengths.max())
     attended = total * total
     if not dense_mask:
+        # Each segment costs one more call of the kernel.
         attended = int((lengths**2).sum()) + len(lengths) * (KERNEL_CALL // max(tokens_per_attention_unit, 1))
     grid = len(lengths) * longest
     return grid * (tokens_per_attention_unit + longest) < total * tokens_per_attention_unit + attended

@@ -1,7 +1,6 @@
 """Metrics of an optimizer step (docs/algorithms.md §6), from UNCLAMPED ratios, in float64.
 
-Every micro-batch adds to running sums on the device. They are reduced over ranks and read once per optimizer step, so
-diagnostics need no other synchronisation.
+Sums stay on the device, and are reduced over ranks and read once per optimizer step.
 """
 
 from dataclasses import replace
@@ -220,10 +219,7 @@ def _imitation_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
 
 
 def clip_warning(metrics: dict[MetricName, float]) -> str | None:
-    """A warning with a remedy if the clip acts on many tokens of the version in training, else None.
-
-    The ratio of such tokens is only numerical noise.
-    """
+    """A warning with a remedy if the clip acts on many tokens of the version in training. Their ratio is noise."""
     share = metrics[TrainerMetric.CLIP_FRACTION_LAG0]
     if share <= LARGEST_CLIP_FRACTION_LAG0:
         return None

@@ -1,9 +1,7 @@
 """Exports the policy as a Hugging Face model: the checkpoint's names, the run's dtype, LoRA merged, no tied duplicates.
 
-An exported model is the folder `exports/step_<n>/`. Every rank writes some of its files, then one rename publishes it.
-With LoRA its folder `adapter/` is the same policy as an adapter that PEFT loads onto the base.
-
-Weight updates and the exported model leave the value head out. The folder holds it in a separate file.
+Every rank writes some files of the folder `exports/step_<n>/`, then one rename publishes it. With LoRA its folder
+`adapter/` is an adapter that PEFT loads onto the base. The value head is in a separate file, and servers never get it.
 """
 
 import copy
@@ -160,8 +158,7 @@ def write_export(
         root: folder of the exports.
         staged: this rank's share of the model.
         lm: the model, for its configuration.
-    Returns:
-        The published folder.
+
     Raises:
         CheckpointError: on all ranks. Earlier exports are intact.
     """

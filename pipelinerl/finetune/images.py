@@ -1,8 +1,7 @@
 """Images in the trainer: encoded files become the inputs of the vision tower, its features take the places of tokens.
 
-The places are those in which the server had the image, not every token with the placeholder's id: a model can sample
-that token too, and then it is a token like any other. An image that several documents of a micro-batch show goes
-through the vision tower once.
+The places are those of the server's images, because a model can sample the placeholder's id too. An image goes through
+the vision tower once, however many documents of a micro-batch show it.
 
 Shapes: B × L the layout's grid, T tokens of a micro-batch, F tokens that show a piece of an image, D features.
 """
@@ -172,9 +171,8 @@ def _on_grid(positions_T: np.ndarray, flat: np.ndarray, grid: tuple[int, ...]) -
 def embed(lm: PreTrainedModel, input_ids: Tensor, images: ImageInputs | None, blank: dict[str, Tensor]) -> Tensor:
     """[B, L, H]: embeddings of the tokens, with the features of the images in their places.
 
-    Args:
-        blank: pixels for a batch without images. Their features are multiplied by 0, so that every rank has a gradient
-            for every parameter in every micro-batch.
+    ``blank``: pixels for a batch without images.
+
     Raises:
         RecordError: the vision tower computes another number of features than the server put into the prompts.
     """
@@ -182,6 +180,7 @@ def embed(lm: PreTrainedModel, input_ids: Tensor, images: ImageInputs | None, bl
     if images is None:
         if not torch.is_grad_enabled():
             return states
+        # So every rank has a gradient for every parameter in every micro-batch.
         return states + 0 * _features(lm, {name: x.to(input_ids.device) for name, x in blank.items()}).sum()
     features_DH = _features(lm, images.pixels)
     if len(features_DH) != images.num_features:

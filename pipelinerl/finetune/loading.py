@@ -1,10 +1,7 @@
 """Loads a model's weights from safetensors files into an engine. Every rank reads only the ranges that it holds.
 
-``model.empty_lm`` builds the model without memory for its weights, the engine allocates this rank's share, and
-``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. A
-parameter may be divided among several tensors of the files, as the experts of a layer are. If the files hold some
-parameter in another form, or DeepSpeed trains adapters, every rank loads the whole model instead. Adapters have their
-first values already.
+``model.empty_lm`` builds the model without memory, the engine allocates this rank's share, ``stream_weights`` fills it.
+If the files hold a parameter in another form, or DeepSpeed trains adapters, every rank loads the whole model instead.
 """
 
 import json

@@ -1,10 +1,7 @@
 """Gives the trainer the factors of `longrope` (arXiv:2402.13753) that vLLM takes, whatever documents share a pack.
 
-A model with longrope has two lists of factors for its rotary frequencies: short ones for documents up to
-`original_max_position_embeddings` and long ones. transformers chooses by the longest document of a forward pass, so a
-document's log-probs would depend on its neighbours. vLLM chooses once, by `max_model_len`. The configuration is
-rewritten so that both lists, and both scales of attention, are those that vLLM uses. So every implementation that reads
-the configuration computes the same. Exported models get the lists of the model's file back.
+transformers chooses the short or the long factors by the longest document of a forward pass, vLLM once, by
+`max_model_len`. So both lists of the configuration become those of vLLM. Exported models get the file's lists back.
 """
 
 import copy

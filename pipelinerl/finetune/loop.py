@@ -1,13 +1,9 @@
-"""The trainer's loop: one optimizer batch in, one weight version out.
+"""The trainer's loop: one optimizer batch in, one weight version out, pushed while the next step trains.
 
 Consumes: topic `training_data` (this rank's partition), topic `evaluation`.
 Produces: optimizer steps, weight updates on the servers, messages on topic `trainer`, checkpoints, metrics.
-Waits for: the servers at the start (deadline `launcher.startup_timeout_s`), the micro-batches of the next step, the
-previous weight update before it begins another. Ends: when asked to stop. The launcher asks once the actor has made the
-last evaluation. Without the rest of the run it ends after the last recorded step.
-
-A version is pushed while the next step trains. The trainer's checkpoint is authoritative: after a restart, the role
-loads the newest complete checkpoint, pushes its weights and replays the stream from its position.
+Waits for: the servers at the start (deadline `launcher.startup_timeout_s`), the next micro-batches, the previous weight
+update. Ends: when asked to stop, and without the rest of the run after the last recorded step.
 """
 
 import gc
@@ -91,9 +87,7 @@ class Trainer:
     def run(self, *, stay: bool = False) -> None:
         """Train until done or stopped.
 
-        Args:
-            stay: after the last step, stay until stopped. A server that dies during the last evaluation restarts with
-                the weights on disk, and only the trainer can send it the last version.
+        ``stay``: after the last step, stay until stopped, so that a server that restarts can get the last version.
         """
         self.ctx.status.progress()  # ready: the first data may take hours to sample
         try:
@@ -175,15 +169,13 @@ class Trainer:
     def _await_records(self, step: int) -> list[MicroBatch] | None:
         """Wait for the micro-batches of ``step``, or at a phase's start of the whole phase.
 
-        None when asked to stop, or at the end of recorded data.
-
-        Sends a deferred update as soon as that is allowed. The ranks iterate together, so that they agree whether to
-        train, stop or send weights.
+        None when asked to stop, or at the end of recorded data. Sends a deferred update as soon as that is allowed.
         """
         while True:
             poll_s = DEFERRED_POLL_S if self.updates.deferred else POLL_S
             records = self.feed.next_step(step, poll_s, self._last_needed(step))
             is_over = records is None and self.cfg.debug.mode is not None  # recorded data, of which no more will come
+            # The ranks agree whether to train, stop or send weights.
             agreed = self.engine.lowest(
                 STOP if self.ctx.stop.is_set() or is_over else WAIT if records is None else TRAIN
             )

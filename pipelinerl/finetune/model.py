@@ -126,9 +126,9 @@ class Policy(nn.Module):
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
         """Compute the loss of a micro-batch, or log-probs or hidden states alone.
 
-        A ``Batch`` with settings gives a ``PolicyOutput``. Without settings it gives the log-probs [K] of its trained
-        tokens at the training temperature. ``Tokens`` give the log-probs [B·L] of their targets at temperature 1, or
-        hidden states [B, L, H] without targets. Engines gather sharded parameters only inside this method.
+        A ``Batch`` with settings gives a ``PolicyOutput``, without settings the log-probs [K] of its trained tokens at
+        the training temperature. ``Tokens`` give the log-probs [B·L] of their targets at temperature 1, or without
+        targets hidden states [B, L, H]. Engines gather sharded parameters only inside this method.
         """
         self._announce_layout(batch)
         hidden_BLH = self.hidden_states(batch)
@@ -316,9 +316,7 @@ def turn_dropout_off(lm: nn.Module) -> None:
 def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTrainedModel:
     """Freeze ``lm`` and insert LoRA adapters into its linear layers (arXiv:2106.09685). B starts at 0.
 
-    The adapters have memory also where ``lm`` is empty.
-
-    ``seed``: of A's random values.
+    They have memory also where ``lm`` is empty. ``seed``: of A's random values.
 
     Raises:
         ConfigError: peft is not installed, or the output head would get an adapter.
@@ -373,9 +371,7 @@ def _start_adapters(lm: nn.Module, seed: int) -> None:
 def isolation_error(
     forward: Callable[[Tokens], Tensor], vocab_size: int, device: torch.device, length: int = 8
 ) -> float:
-    """Relative change of a packed document's hidden states when the document before it changes.
-
-    It is exactly 0 in every precision if documents are isolated.
+    """Relative change of a packed document's hidden states when the document before it changes. 0 if they are isolated.
 
     Args:
         forward: returns the hidden states of ``Tokens``.

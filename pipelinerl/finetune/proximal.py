@@ -1,9 +1,7 @@
 """Computes log π_prox for steps that share a proximal policy (`finetune.rl.proximal_every`, docs/algorithms.md §2).
 
-Consumes the micro-batches of a block of N steps before its first step is trained. Produces the log-probabilities of
-their trained tokens under the weights at that time, and keeps each until its step. A checkpoint inside a block holds
-those of the block's later steps, because their weights are gone, so a resumed run trains on with the same π_prox. With
-N = 1 it does nothing, because the loss uses the step's own log-probabilities.
+Before the first of a block of N steps, the log-probabilities of all its trained tokens are computed. A checkpoint
+inside a block holds those of its later steps, because their weights are gone. With N = 1 it does nothing.
 """
 
 import logging
@@ -53,11 +51,9 @@ _codec: Codec[ProximalState] = Codec(ProximalState)
 
 
 class ProximalPolicy:
-    """The log-probabilities of the current block of steps.
+    """The log-probabilities of the current block of steps, which begins at a multiple of N.
 
-    Each block begins at a multiple of N. A run that resumes inside a block goes on with the π_prox of its checkpoint.
-    Where the checkpoint has none, because the data are other ones (`resume=checkpoint`) or an earlier version wrote it,
-    a shorter block begins there.
+    A run that resumes inside a block keeps the π_prox of its checkpoint, or begins a shorter block if it has none.
     """
 
     def __init__(self, every: int | None, max_train_steps: int):
@@ -89,9 +85,7 @@ class ProximalPolicy:
 
         Args:
             step: the same on all ranks.
-            records: micro-batches of ``step``.
             reader: holds the micro-batches of the block's later steps.
-            engine: computes the log-probabilities.
             rules: by which records are laid out.
         """
         if self._every == 1:

@@ -1,10 +1,7 @@
 """`python -m pipelinerl.finetune.ranks … -- COMMAND`: starts the trainer ranks of one node as one process of the run.
 
 All ranks end together: with exit 0 when all have ended so, and at once when one of them fails. SIGTERM goes to every
-rank, which saves and ends. It never restarts a rank: the launcher restarts the trainer.
-
-torchrun is not used because its store listens on every interface without a credential, and because it kills ranks that
-save for longer than 30 s.
+rank, which saves and ends. torchrun would kill ranks that save for longer than 30 s (docs/cluster.md).
 """
 
 import argparse

@@ -1,12 +1,8 @@
 """Where the trainer's ranks meet and what they tell each other. What a stranger wrote is not believed or unpickled.
 
-torch's own TCP store listens on every interface, and lets everybody list, read and overwrite its keys. Here one rank
-alone opens no port, the ranks of one node meet in a file of a private folder, and the ranks of several nodes use the
-TCP store on the address of node 0 alone, where every value carries an HMAC by the run's secret. Objects that ranks
-exchange carry one too. A stranger on the network can still disturb the ranks: Gloo and NCCL know no credentials.
-
-`Peers` talk in a Gloo group of their own while a checkpoint is written or read, by one thread at a time, so they do not
-interfere with training. An operation that fails on one rank fails on all of them: no rank waits for one that gave up.
+One rank alone opens no port, the ranks of one node meet in a file of a private folder, and those of several nodes use
+torch's TCP store on the address of node 0 alone, with an HMAC by the run's secret in every value and exchanged object.
+A stranger on the network can still disturb the ranks: Gloo and NCCL know no credentials.
 """
 
 import hmac

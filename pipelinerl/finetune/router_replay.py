@@ -1,9 +1,7 @@
 """Router replay: the trainer sends each token to the experts that the server chose for it (arXiv:2510.11370).
 
-A router chooses the largest of its scores. Where two are nearly equal, the trainer's rounding may choose another expert
-than the server's, and then the log-probability of the token differs by more than rounding. ``RouterReplay`` wraps the
-mixtures of experts of a model: inside them ``torch.topk`` over the experts returns the recorded choice, with the
-trainer's own scores, so that the gradient of the router is that of the chosen experts.
+Inside a model's mixtures of experts ``torch.topk`` over the experts returns the recorded choice with the trainer's own
+scores, so that the gradient of the router is that of the chosen experts (docs/algorithms.md §7).
 
 Shapes: N tokens of the layout's grid, k experts per token.
 """

@@ -1,8 +1,7 @@
-"""Saves the trainer's state: when (every n steps, when the newest checkpoint is old, at a stop, at the end) and how.
+"""Saves the trainer's state (when due, at a stop, at the end), and loads it into an engine. All methods are collective.
 
-``start`` blocks only while it copies the state to host memory. A thread on every rank then writes, syncs and publishes
-the copy during training. One state is written at a time. All methods are collective. Once a checkpoint is published,
-the stream records that no checkpoint needs are released. A checkpoint is loaded into an engine here too.
+``start`` blocks only while it copies the state to host memory. A thread on every rank then writes and publishes the
+copy. Then the stream records that no checkpoint needs are released.
 """
 
 import logging

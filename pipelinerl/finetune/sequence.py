@@ -1,12 +1,8 @@
 """Sequence parallelism: the ranks of a group share one micro-batch, and each holds two blocks of every document.
 
-A transformer computes each token independently except in attention. So each rank computes its own tokens, and attention
-gathers the keys and values of all ranks, one layer at a time (arXiv:2407.21783, §3.3.2). They are few beside the other
-activations, as query heads share them. Gathering works with every mask and any number of heads, which neither a ring of
-blocks nor an exchange of heads does. A document is cut into 2R blocks for R ranks, and rank r holds blocks r and
-2R − 1 − r: under a causal mask later tokens cost more, and these pairs cost the same. Neighbouring short documents are
-cut like one document. The rank that holds a token's predecessor computes the token's loss. Sums over a sequence are
-taken over the group, and gradients are summed over all ranks.
+Attention gathers the keys and values of all ranks, one layer at a time (arXiv:2407.21783, §3.3.2). Of a document's 2R
+blocks rank r holds r and 2R − 1 − r: under a causal mask these pairs cost the same. Neighbouring short documents are
+cut like one. The rank that holds a token's predecessor computes the token's loss.
 
 Shapes: T tokens of the micro-batch, padded to a multiple of R, and L = T / R tokens of a rank.
 """

@@ -1,7 +1,6 @@
 """Random models of any architecture that are as small as their code allows, for checks of the architecture.
 
-The copy is narrow and has one layer of each kind. Its thresholds are so low that short documents cross all those that
-documents of the run can cross.
+The copy has one layer of each kind, and thresholds so low that short documents cross those that a run's can cross.
 """
 
 import contextlib
@@ -216,14 +215,11 @@ def _planned(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomise(lm: PreTrainedModel) -> None:
-    """Set random weights with which every part affects the result.
-
-    Matrices preserve the scale of activations. Vectors are halved and get noise. Without the halving, normalised
-    queries and keys give scores so large that rounding errors grow from layer to layer.
-    """
+    """Set random weights with which every part affects the result. Matrices preserve the scale of activations."""
     for parameter in lm.parameters():
         noise = torch.randn_like(parameter)
         if parameter.ndim >= 2:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         else:
+            # Without the half, normalised queries and keys give so large scores that rounding errors grow by layer.
             parameter.mul_(0.5).add_(0.1 * noise)

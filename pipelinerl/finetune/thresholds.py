@@ -1,8 +1,6 @@
-"""Settings at which a model's computation may change with the length of a document, made so low that short documents
-cross them.
+"""Settings at which a model's computation may change with the length of a document, made so low that short ones cross.
 
-Rope limits, sliding windows, the keys that sparse attention chooses and sizes of chunks are whole numbers in a model's
-configuration under names that nobody can list. So every whole number is a candidate, except ids of tokens and sizes.
+Nobody can list their names, so every whole number of a configuration is a candidate, except ids of tokens and sizes.
 ``small_copy`` keeps those that change no parameter's shape and with which the model still computes.
 """
 

@@ -1,9 +1,7 @@
 """Decides when weights are sent to the servers: at the start, after every due step (not in an evaluation), at the end.
 
-Gathering sharded parameters is collective, so every rank calls every method, and each keeps its stripe. Rank 0 decides,
-because only it has a sender. A version is deferred while an evaluation runs or servers still pull the previous version.
-Training continues meanwhile, and the newest version is sent at the first opportunity. The versions in between are
-skipped.
+Every rank calls every method, because gathering is collective. Rank 0 decides. A version is deferred while an
+evaluation runs or servers still pull the previous one; only the newest is then sent.
 """
 
 import logging
@@ -163,18 +161,16 @@ class WeightUpdates:
         """Seconds in which the last ``after_step`` scored the probe while there were no data to train on."""
 
     def start(self, version: int, num_servers: int, resumed: bool) -> None:
-        """Send the servers the weights that training starts from, and wait until they are live.
+        """Send the servers the weights of ``version``, from which training starts, and wait until they are live.
 
-        A new run waits for all ``num_servers`` servers. A resumed run waits for one, because the others may be
-        restarting and join later. An evaluation that began before the resume does not hold these weights back. The
-        version that it wants may be lost, and the actor begins it again on this one.
+        A new run waits for all ``num_servers``. An evaluation that began before a resume does not hold these weights
+        back, because the version that it wants may be lost.
 
-        Args:
-            version: of the weights.
         Raises:
             DeadlineError: servers did not answer within `launcher.startup_timeout_s`. Those that have may be slow.
         """
         deadline = time.monotonic() + self._cfg.launcher.startup_timeout_s
+        # In a resumed run the others may be restarting and join later.
         needed = 1 if resumed else num_servers
         if self._cfg.weights.probe:
             with self._status.waiting("the first text of an inference server", on="actor_llm"):

@@ -38,12 +38,9 @@ def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
 def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: float) -> None:
     """Join the process group that engine ``name`` needs, and leave it when Python ends. A single rank may need none.
 
-    NCCL's watchdogs are threads that call the store. One that called it after Python's end would end the process by
-    SIGABRT, whatever it had to tell.
-
     Args:
-        timeout_s: how long a rank waits for the others in one collective. The others wait while rank 0 alone waits for
-            the servers or writes checkpoints, and NCCL's default of 10 minutes may be too short for that.
+        timeout_s: how long a rank waits for the others in one collective. NCCL's default of 10 minutes may be too short
+            where rank 0 alone waits for the servers or writes checkpoints.
     """
     if (world_size > 1 or traits_of(name).always_in_a_group) and not dist.is_initialized():
         rank = int(os.environ.get("RANK", "0"))
@@ -55,6 +52,7 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        # A watchdog of NCCL that calls the store after Python's end would end the process by SIGABRT.
         atexit.register(leave_ranks)
 
 

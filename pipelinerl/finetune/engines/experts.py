@@ -1,12 +1,7 @@
 """Expert parallelism: the ranks of a group divide each layer's experts among them, and tokens travel to their experts.
 
-Every rank has tokens of its own, as without it. In each mixture of experts a rank sends a token's state to the owners
-of the experts that its router chose, the owners compute, and the rank weighs and adds up what comes back. Both ways are
-one all-to-all of as many rows as there are choices. No token is dropped, and the exchange overlaps with no
-computation.
-
-transformers keeps a layer's experts as parameters whose first dimension counts them, so an owner's part is a range of
-the flattened parameter. FSDP shards that part further, over the ranks that own the same experts.
+Both ways are one all-to-all of as many rows as there are choices. No token is dropped. An owner's part is a range of
+the flattened parameter, which FSDP shards further over the ranks that own the same experts (docs/cluster.md).
 
 Shapes: T tokens of this rank, k chosen experts of each, H hidden size.
 """
@@ -56,10 +51,7 @@ class ExpertGroup:
         return full.chunk(self.size)[self.index]
 
     def gather(self, part: Tensor, full: Tensor) -> Tensor:
-        """Fill ``full`` with every rank's part, and return it. Collective.
-
-        ``part``: this rank's, which may be ``own(full)``.
-        """
+        """Fill ``full`` with every rank's ``part``, which may be ``own(full)``, and return it. Collective."""
         self.own(full).copy_(part)
         for rank, place in enumerate(full.chunk(self.size)):
             dist.broadcast(place, group=self.group, group_src=rank)

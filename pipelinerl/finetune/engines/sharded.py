@@ -1,15 +1,8 @@
-"""FSDP2: torch's `fully_shard` shards parameters, gradients and optimizer states over the ranks.
+"""FSDP2: torch's `fully_shard` shards parameters, gradients and optimizer states over the ranks (docs/cluster.md).
 
-Parameters are kept in float32. bfloat16 is a mixed-precision policy with float32 reduction. Each decoder layer is one
-group, embedding and head are another. Gradients are reduce-scattered in the last micro-batch of a step, or in every one
-with `finetune.shard_gradients`, which never holds the whole gradient.
-
-With `finetune.cpu_offload` the shards of weights, gradient and optimizer states lie in host memory, where the optimizer
-steps. FSDP copies a layer's shard to the device before it gathers it, and back what it has reduced.
-
-With `finetune.shard_ranks` (HSDP) the ranks are a mesh of copies × shards. Neighbours share a copy. Every copy has the
-same shards, and gradients are summed over both dimensions. With `finetune.expert_ranks` the experts of a mixture have a
-mesh of their own, [copies ×] shards × experts: neighbours own different experts, and shard them over the others.
+Parameters and reductions are float32. Each decoder layer is one group, embedding and head are another. The ranks are a
+mesh of copies × shards, in which neighbours share a copy. Divided experts have a mesh of their own,
+[copies ×] shards × experts: neighbours own different experts, and shard them over the others.
 """
 
 import math
@@ -62,10 +55,7 @@ class ShardedEngine(SteppingEngine):
         check_states(self.optimizer, finetune.optimizer.name)
 
     def _shard(self, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
-        """Shard the policy. Its inputs are not cast, because the constants of the loss are float32.
-
-        Gradients are summed over ranks, where FSDP would average them.
-        """
+        """Shard the policy. Its inputs are not cast, because the constants of the loss are float32."""
         as_given = replace(precision, cast_forward_inputs=False)  # some routers weigh experts in float32
         if self.experts is not None:
             for experts in divide_experts(self.policy.lm, self.experts):
@@ -77,6 +67,7 @@ class ShardedEngine(SteppingEngine):
         fully_shard(self.policy, mesh=self.mesh, mp_policy=as_given, offload_policy=offload)
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
+                # Gradients are summed over ranks, where FSDP would average them.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -104,10 +95,7 @@ class ShardedEngine(SteppingEngine):
     def named_full_parameters(
         self, dtype: torch.dtype | None = None, *, trained_only: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """As in ``Engine``. On the CPU all parameters use the same memory, one after another.
-
-        Gloo's all-gather allocates each tensor once more, in its own threads, whose allocators keep what was freed.
-        """
+        """As in ``Engine``. On the CPU all parameters use the same memory, one after another."""
         parameters = self.trained if trained_only else self.parameters
         shapes = dict(self.full_shapes())
         if self.device.type != "cpu":
@@ -117,6 +105,7 @@ class ShardedEngine(SteppingEngine):
             return
         kinds = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
         sizes = {name: math.prod(shapes[name]) * kinds[name].itemsize for name in parameters}
+        # Gloo's all-gather allocates each tensor again in its own threads, whose allocators keep what was freed.
         memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
         for name, parameter in parameters.items():
             full = memory[: sizes[name]].view(kinds[name]).view(shapes[name])
@@ -200,11 +189,7 @@ def _gather(parameter: DTensor, full: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _make_shards(policy: Policy, home: torch.device, device: torch.device) -> None:
-    """Allocate this rank's shards without values. What has values keeps them: buffers and adapters.
-
-    Args:
-        home: where the shards lie. Buffers lie on ``device``.
-    """
+    """Allocate this rank's shards in ``home``, without values. What has values keeps them: buffers and adapters."""
     named = [*policy.named_buffers(), *policy.named_parameters()]
     kept = {name: values.detach().clone() for name, values in named if not values.is_meta}
     policy.to_empty(device=home)

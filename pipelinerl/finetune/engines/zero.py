@@ -1,9 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3, set up through Accelerate from a file of `conf/deepspeed`.
 
-The settings of `finetune` override precision, batch size and clipping in the file. ZeRO-1 reduces gradients once per
-optimizer step. ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch. In bfloat16 they
-accumulate their shards in float32, because 64 micro-batches added in bfloat16 double the gradient's error. ZeRO-1 can
-only accumulate in bfloat16.
+The settings of `finetune` override precision, batch size and clipping in the file. In bfloat16, ZeRO-2 and 3 accumulate
+their shards in float32, because 64 micro-batches added in bfloat16 double the gradient's error. ZeRO-1 cannot.
 """
 
 import json
@@ -127,15 +125,13 @@ class ZeroEngine(Engine):
         return Piece(mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start, parameter.numel())
 
     def _create_moments(self) -> None:
-        """Create zero moments in the inner optimizer before its first step.
-
-        By default DeepSpeed (0.19.8) creates them in the first step, and with several parameter groups it links only
-        those of the first group to the parameters. The fused kernel needs the step counter on the device.
-        """
+        """Create zero moments in the inner optimizer before its first step."""
         return_freed_heap()  # DeepSpeed has copied every shard twice
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        # DeepSpeed (0.19.8) makes them in the first step, and links only the first group's to their parameters.
         for flat in flats:
+            # The fused kernel needs the step counter on the device.
             moments = {key: torch.zeros_like(flat) for key in OPTIMIZER_STATES}
             zero.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         if self.stage != 3:

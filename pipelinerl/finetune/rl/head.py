@@ -1,13 +1,8 @@
 """The output head: computes log-probabilities, entropy and their gradient for one chunk of tokens at a time.
 
-Full-vocabulary logits exist only for ``chunk`` tokens. The objective is a sum over tokens, so a chunk's
-log-probabilities determine the gradient of its logits. The forward pass computes this gradient from the same softmax,
-and the backward pass only scales it. Nothing is computed twice, with one exception: an objective that couples the
-tokens of a sequence (``sequence_level``) and does not fit one chunk needs a first pass for the log-probabilities.
-
-Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is. A
-bfloat16 model multiplies states and weight that are rounded to bfloat16, also where its weights are kept in float32 and
-autocast narrows them: servers get the rounded weights. The products are summed in float32.
+The forward pass computes the gradient of a chunk's logits too, from the same softmax. Only a ``sequence_level``
+objective whose tokens do not fit one chunk needs a first pass for the log-probabilities. Logits are float32 (float64
+for float64 inputs), from operands in the model's dtype (docs/algorithms.md §7).
 
 Shapes: K trained tokens, C tokens of a chunk, J tokens of a support, H hidden size, V vocabulary.
 """
@@ -191,10 +186,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class _Operands:
-    """Hidden states and weight as they are multiplied. With ``fp32``, a half-precision product gives float32.
-
-    Only CUDA sums half-precision products in float32. Elsewhere the rounded operands are widened, which gives the same.
-    """
+    """Hidden states and weight as they are multiplied. With ``fp32``, a half-precision product gives float32."""
 
     def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: _HeadOptions):
         fp32, narrow = options.fp32, options.narrow
@@ -204,6 +196,7 @@ class _Operands:
         self.logit_map, self._on_chunk = options.logit_map, options.on_chunk
         if narrow is not None:
             hidden_KH, weight_VH = hidden_KH.to(narrow), weight_VH.to(narrow)
+        # Only CUDA sums half-precision products in float32. Widened operands give the same.
         if not self.direct and (fp32 or narrow is None):
             target = torch.promote_types(weight_VH.dtype, self.dtype)
             hidden_KH, weight_VH = hidden_KH.to(target), weight_VH.to(target)
