@@ -48,6 +48,7 @@ class EngineMemory:
 
     Args:
         name: `finetune.engine`, for what is printed.
+        ranks: of the trainer.
     """
 
     autocast = False
