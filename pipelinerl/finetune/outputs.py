@@ -64,9 +64,7 @@ class Outputs:
         """Open topics and metrics, and connect the sender.
 
         Args:
-            ctx: configuration and folder of the role.
-            connect: makes rank 0's end of weight updates and the sender. The sender calls the argument of ``connect``
-                to announce versions.
+            connect: makes rank 0's end of weight updates and the sender, which calls its argument to announce versions.
             counters: steps and samples that the run has behind it.
         """
         self._topic = TrainerTopic(ctx.run_dir)
@@ -82,12 +80,7 @@ class Outputs:
         self.sender = sender
 
     def report(self, counters: Counters, metrics: dict[MetricName, float]) -> None:
-        """Publish a finished step as a message, metrics and a log line.
-
-        Args:
-            counters: totals after the step.
-            metrics: the step's metrics. The sender's statistics are added to them.
-        """
+        """Publish a finished step as a message, metrics and a log line. ``metrics`` gets the sender's statistics."""
         stats = self.sender.stats
         metrics |= {
             TrainerMetric.PAUSE_MS: stats.pause_ms,

@@ -146,7 +146,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """Collective operations among all ranks. With a single rank nothing is sent."""
+    """Collective operations among all ranks, in a Gloo group, by one thread at a time. One rank sends nothing."""
 
     def __init__(self, rank: int = 0, world_size: int = 1):
         """Collective if ``world_size`` > 1. The default process group must exist then."""

@@ -100,9 +100,7 @@ class Saver:
     def start(self, counters: Counters, *, export: bool) -> None:
         """Start to save the current state, unless its step is already saved. Call ``finish`` before. Collective.
 
-        Args:
-            counters: of the current state.
-            export: also export the model in Hugging Face format.
+        ``export``: also export the model in Hugging Face format.
         """
         assert self._writing is None, "one state is saved at a time"
         started = time.perf_counter()

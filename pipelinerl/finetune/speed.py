@@ -18,7 +18,6 @@ def speed_metrics(
         config: of the model, as in transformers.
         tokens: of the optimizer batch, prompts included, over all ranks.
         seconds: of computation.
-        ranks: devices of the trainer.
     """
     found: dict[MetricName, float] = {TrainerMetric.INPUT_TOKENS_PER_S_PER_DEVICE: tokens / seconds / ranks}
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -35,7 +34,6 @@ def mfu(config: dict[str, Any], tokens_per_s: float, peak: float) -> float | Non
     """Model FLOPs utilisation (arXiv:2204.02311, appendix B) without attention. None: the model's sizes are unknown.
 
     Args:
-        config: the model's ``config.json``.
         tokens_per_s: of one device.
         peak: operations per second of the device.
     """

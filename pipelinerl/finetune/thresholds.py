@@ -42,11 +42,9 @@ def candidates(text: Any) -> list[Setting]:
 
 
 def arrange(settings: Sequence[Setting], longest: int | None) -> tuple[Threshold, ...]:
-    """Choose the lowered values. Settings of equal values stay equal, and larger ones stay larger.
+    """Choose the lowered values of ascending ``settings``. Equal values stay equal, and larger ones stay larger.
 
-    Args:
-        settings: in ascending order.
-        longest: tokens of the run's longest document. None: any number.
+    ``longest``: tokens of the run's longest document. None: any number.
     """
     values = sorted({value for _, value in settings})
     crossed = [value for value in values if longest is None or value < longest]

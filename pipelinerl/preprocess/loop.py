@@ -178,6 +178,7 @@ class Preprocessor:
         self._report_drops()
         last = step - max_ready_steps(self.cfg) - 1
         with self.ctx.status.waiting(f"training of step {last}", on="finetune_0"):
+            # It always ends, because the trainer has a batch to train.
             while self._too_far_ahead(step):
                 if self.ctx.stop.wait(BUSY_POLL_S):
                     return False

@@ -1,16 +1,9 @@
-"""The built-in policy losses: PPO, GSPO, and REINFORCE with a bounded importance weight.
+"""The built-in policy losses.
 
-PPO's clipped surrogate (arXiv:1707.06347) with separate bounds as in DAPO (arXiv:2503.14476).
-
-With a proximal policy it is decoupled as in AReaL (arXiv:2505.24298). The dual clip (arXiv:1912.09729) bounds the ratio
-of tokens with a negative advantage, which the clip alone does not.
-
-GSPO (arXiv:2507.18071): PPO's clip on the sequence's geometric-mean ratio, which all its tokens share.
-
-The gradient of that ratio reaches every token of the sequence, so a token's weight is the mean of w·s over them. One
-token with a large w moves all others. Sequence forms of the corrections give all tokens of a sequence the same w.
-
-REINFORCE with a bounded importance weight (PipelineRL, arXiv:2509.19128, equal to CISPO, arXiv:2506.13585).
+- PPO's clipped surrogate (arXiv:1707.06347) with separate bounds as in DAPO (arXiv:2503.14476), decoupled with a
+  proximal policy as in AReaL (arXiv:2505.24298). The dual clip (arXiv:1912.09729) bounds the ratio where A < 0.
+- GSPO (arXiv:2507.18071): PPO's clip on the sequence's geometric-mean ratio, which all its tokens share.
+- REINFORCE with a bounded importance weight (PipelineRL, arXiv:2509.19128, equal to CISPO, arXiv:2506.13585).
 """
 
 import torch
@@ -52,6 +45,7 @@ def gspo(
     """−w·min(sA, clip(s, 1 − ε_low, 1 + ε_high)A), with s = exp(mean of log u over the sequence), for A < 0 s ≤ D."""
     ratio_K = bounded_exp(tokens.sequence_mean(logprobs_K - tokens.reference_logprobs_K))
     loss = clipped_surrogate(ratio_K, tokens.advantages_K, epsilon_low, epsilon_high, dual_clip)
+    # The gradient of s reaches every token of the sequence: one token with a large w moves all others.
     return TokenLoss(tokens.outer_weight_K * loss.losses_K, loss.clipped_K)
 
 
