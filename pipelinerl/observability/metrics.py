@@ -128,7 +128,7 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
     """Return all points of a kind in order, without lines that are incomplete or damaged."""
-    points = []
+    points: list[Point] = []
     with contextlib.suppress(FileNotFoundError):
         for line in metrics_file(run_dir, kind).read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):
