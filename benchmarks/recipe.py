@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pipelinerl.config.load import load_run
+from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.report import last_per_step, read_records, read_summary
 from pipelinerl.inspect.samples import SeenRollout, read_tests
 from pipelinerl.observability.catalogue import TrainerMetric
@@ -97,7 +97,7 @@ def answers(tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTok
 
 def record(run_dir: Path, figures: Figures) -> dict[str, Any]:
     """All that `result.json` says of one run."""
-    config = load_run(run_dir)
+    config = load_old_run(run_dir)
     records = read_records(run_dir, with_rollouts=False)
     steps = last_per_step(records.trainer)
     evaluations = sorted({e.version: e for e in records.evaluations}.values(), key=lambda e: e.version)
