@@ -13,7 +13,7 @@ from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metri
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
-from pipelinerl.observability.metrics import Point, Points, read_metrics
+from pipelinerl.observability.metrics import Point, Points, points_of, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import (
     EvaluationDone,
@@ -339,9 +339,9 @@ def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> Point
         with open(path, "rb") as stream:
             stream.seek(max(0, path.stat().st_size - tail_bytes))
             lines = stream.read().splitlines()
-        return json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError):
+    except OSError:
         return None
+    return next(iter(points_of(lines[-1:])), None)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

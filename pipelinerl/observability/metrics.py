@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -128,12 +128,19 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
     """Return all points of a kind in order, without lines that are incomplete or damaged."""
+    try:
+        return points_of(metrics_file(run_dir, kind).read_bytes().split(b"\n"))
+    except FileNotFoundError:
+        return []
+
+
+def points_of(lines: Iterable[bytes]) -> list[Point]:
+    """Return the points of a metrics file's lines, without those of lines that are incomplete or damaged."""
     points: list[Point] = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in metrics_file(run_dir, kind).read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):
-                point = json.loads(line)
-                points += [point] if isinstance(point, dict) else []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            point = json.loads(line)
+            points += [point] if isinstance(point, dict) else []
     return points
 
 

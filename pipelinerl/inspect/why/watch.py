@@ -1,6 +1,5 @@
 """Finds what looks wrong while a run goes on: reads the new points of the metrics files, and tells each thing once."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pipelinerl.inspect.progress import blocked_places
 from pipelinerl.inspect.series import Series
 from pipelinerl.inspect.why.evidence import Evidence
 from pipelinerl.inspect.why.metrics import METRICS
-from pipelinerl.observability.metrics import Point
+from pipelinerl.observability.metrics import points_of
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
@@ -39,13 +38,7 @@ class MetricsTail:
                 whole = file.read().rpartition(b"\n")[0]
         except OSError:
             return
-        points: list[Point] = []
-        for line in whole.splitlines():
-            try:
-                points.append(json.loads(line))
-            except ValueError:
-                continue
-        self._series.add(self._role, points)
+        self._series.add(self._role, points_of(whole.split(b"\n")))
         self._place += len(whole) + 1 if whole else 0
 
 

@@ -45,6 +45,17 @@ def test_tail_reads_what_is_new_and_waits_for_whole_lines(tmp_path: Path) -> Non
     assert clipped() == ([0], [0.3])
 
 
+def test_tail_leaves_out_a_line_that_is_no_point(tmp_path: Path) -> None:
+    """A damaged line may be JSON of another kind."""
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "finetune.jsonl").write_bytes(
+        b'{"step": 1, "loss": 2.0}\n4\n\xff\n{"step": 2, "loss": 1.0}\n'
+    )
+    series = Series()
+    MetricsTail(tmp_path, "finetune", series).read()
+    assert series.of(TrainerMetric.LOSS) == ([1, 2], [2.0, 1.0])
+
+
 def test_new_tells_every_alarm_once(tmp_path: Path) -> None:
     watch = AlarmWatch(tmp_path, config(), every_s=0.0)
     assert watch.new() == []
