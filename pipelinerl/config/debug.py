@@ -94,15 +94,3 @@ def without_devices(config: Config) -> dict[str, Any]:
         "world.share_devices": True,
         "world.nodes_per_server": 1,
     }
-
-
-def with_settings(container: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a resolved configuration with these dotted keys changed."""
-    changed = dict(container)
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        inside = changed
-        for section in sections:
-            inside[section] = inside = dict(inside[section])
-        inside[last] = value
-    return changed

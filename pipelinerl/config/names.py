@@ -3,10 +3,11 @@
 They are PipelineRL's, or this project's before. Inside the package a setting has one name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl.config.nested import value_at, with_settings, without
 from pipelinerl.errors import ConfigError
 
 
@@ -39,24 +40,27 @@ def with_one_name(container: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(container)
     for other in OTHER_NAMES:
-        value = _pop(found, other.name)
+        value = value_at(found, other.name)
         if value is None:
             continue
-        now = _get(found, other.key)
+        now = value_at(found, other.key)
         if now not in (None, other.default, value):
             raise ConfigError(
                 f"`{other.name}` is {value!r} but `{other.key}` is {now!r}: these are two names of one key; remove the "
                 "first"
             )
-        _set(found, other.key, value)
-    deepspeed, fsdp = (_pop(found, name) for name in ENGINES)
+        found = with_settings(without(found, other.name), {other.key: value})
+    deepspeed, fsdp = (value_at(found, name) for name in ENGINES)
     for name, value in zip(ENGINES, (deepspeed, fsdp), strict=True):
+        if value is not None:
+            found = without(found, name)
         if not isinstance(value, bool | None):
             raise ConfigError(f"`{name}` is {value!r}: it should be a valid boolean")
-    if (deepspeed, fsdp) != (None, None) and _get(found, "finetune.engine") in (None, "auto"):
+    if (deepspeed, fsdp) != (None, None) and value_at(found, "finetune.engine") in (None, "auto"):
         if deepspeed and fsdp:
             raise ConfigError("`use_deepspeed` and `use_fsdp` are both true: choose one, set the other to false")
-        _set(found, "finetune.engine", "fsdp2" if fsdp else "ddp" if deepspeed is False else "auto")
+        engine = "fsdp2" if fsdp else "ddp" if deepspeed is False else "auto"
+        found = with_settings(found, {"finetune.engine": engine})
     return _with_listed_environments(found)
 
 
@@ -72,10 +76,8 @@ def _with_listed_environments(container: dict[str, Any]) -> dict[str, Any]:
 
 def with_other_names(container: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved configuration with the other names, too, as a domain of PipelineRL may read them."""
-    found = dict(container)
-    for other in OTHER_NAMES:
-        _set(found, other.name, _get(found, other.key))
-    engine = _get(found, "finetune.engine")
+    engine = value_at(container, "finetune.engine")
+    found = with_settings(container, {other.name: value_at(container, other.key) for other in OTHER_NAMES})
     return found | {"use_deepspeed": engine in ("auto", "deepspeed"), "use_fsdp": engine == "fsdp2"}
 
 
@@ -89,36 +91,3 @@ def explain_missing(text: str) -> str:
     """What to write in an interpolation that names one of them. ``text``: OmegaConf's error. Empty: it names none."""
     found = next((name for name in NAMES if f"'{name}'" in text), None)
     return f"; `{found}` is another name of `{NAMES[found]}`: refer to that" if found else ""
-
-
-def _sections(container: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """The mappings on the way to a key, copied into the container. Ends where there is none."""
-    inside = container
-    yield inside
-    for section in name.split(".")[:-1]:
-        inner = inside.get(section)
-        if not isinstance(inner, Mapping):
-            return
-        inside[section] = inside = dict(inner)
-        yield inside
-
-
-def _get(container: Mapping[str, Any], name: str) -> Any:
-    inside: Any = container
-    for part in name.split("."):
-        inside = inside.get(part) if isinstance(inside, Mapping) else None
-    return inside
-
-
-def _pop(container: dict[str, Any], name: str) -> Any:
-    if _get(container, name) is None:
-        return None
-    *_, inside = _sections(container, name)
-    return inside.pop(name.rpartition(".")[2])
-
-
-def _set(container: dict[str, Any], name: str, value: Any) -> None:
-    for section in name.split(".")[:-1]:
-        inner = container.get(section)
-        container[section] = container = dict(inner) if isinstance(inner, Mapping) else {}
-    container[name.rpartition(".")[2]] = value

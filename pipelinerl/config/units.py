@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from math import ceil, floor
 from typing import Any
 
+from pipelinerl.config.nested import value_at, with_settings
 from pipelinerl.errors import ConfigError
 
 IN_SAMPLES: Mapping[str, Callable[[float], int]] = {
@@ -26,13 +27,9 @@ def in_steps(container: Mapping[str, Any]) -> dict[str, Any]:
     """
     steps = dict(container)
     for name, whole in IN_SAMPLES.items():
-        value = _get(container, name)
+        value = value_at(container, name)
         if isinstance(value, str):
-            section, _, last = name.rpartition(".")
-            target = steps
-            if section:
-                target = steps[section] = dict(steps[section])
-            target[last] = whole(_samples(name, value) / _batch(container))
+            steps = with_settings(steps, {name: whole(_samples(name, value) / _batch(container))})
     return steps
 
 
@@ -44,14 +41,8 @@ def _samples(name: str, value: str) -> int:
 
 
 def _batch(container: Mapping[str, Any]) -> int:
-    sizes = [_get(container, name) for name in BATCH]
+    sizes = [value_at(container, name) for name in BATCH]
     wrong = [name for name, size in zip(BATCH, sizes, strict=True) if not isinstance(size, int) or size < 1]
     if wrong:
-        raise ConfigError(f"`{wrong[0]}` is {_get(container, wrong[0])!r}: it must be a whole number of at least 1")
+        raise ConfigError(f"`{wrong[0]}` is {value_at(container, wrong[0])!r}: it must be a whole number of at least 1")
     return sizes[0] * sizes[1]
-
-
-def _get(container: Any, name: str) -> Any:
-    for part in name.split("."):
-        container = container.get(part) if isinstance(container, Mapping) else None
-    return container

@@ -13,9 +13,10 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
-from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
+from pipelinerl.config.debug import fixed_settings, started_kinds
 from pipelinerl.config.environment import DRY_RUN_VARIABLE, is_on
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
+from pipelinerl.config.nested import with_settings
 from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.sections import Config
 from pipelinerl.config.variables import check_secrets

@@ -2,8 +2,9 @@
 
 import pytest
 
-from pipelinerl.config.debug import FIXED, STARTED, WORKING, fixed_settings, started_kinds, with_settings
+from pipelinerl.config.debug import FIXED, STARTED, WORKING, fixed_settings, started_kinds
 from pipelinerl.config.load import compose, config_keys, parse, parse_container, to_container
+from pipelinerl.config.nested import with_settings
 from pipelinerl.config.sections import Config
 from pipelinerl.launcher.commands import FOLDERS
 from pipelinerl.world import map_world

@@ -1,0 +1,32 @@
+"""Dotted keys in a configuration of plain nested mappings, which is never changed in place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def value_at(container: Any, key: str) -> Any:
+    """The value of a dotted key. None: it has none."""
+    for part in key.split("."):
+        container = container.get(part) if isinstance(container, Mapping) else None
+    return container
+
+
+def with_settings(container: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with these dotted keys changed."""
+    changed = dict(container)
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        inside = changed
+        for section in sections:
+            inner = inside.get(section)
+            inside[section] = inside = dict(inner) if isinstance(inner, Mapping) else {}
+        inside[last] = value
+    return changed
+
+
+def without(container: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A copy without a dotted key that it has."""
+    section, _, last = key.rpartition(".")
+    inside = dict(value_at(container, section) if section else container)
+    del inside[last]
+    return with_settings(container, {section: inside}) if section else inside
