@@ -50,6 +50,10 @@ class Figure(NamedTuple):
     ahead: float
     """Of these, while the source was ahead: what the link itself costs. 0 = it was no limit."""
 
+    def is_slow(self, per_byte: float, least: float) -> bool:
+        """Whether the part takes long at so many seconds per byte, beside the ``least`` ones of its kind of link."""
+        return is_slow(per_byte * self.num_bytes, least * self.num_bytes)
+
 
 class Server(NamedTuple):
     """Where a worker belongs."""
@@ -74,8 +78,7 @@ def slow_ends(figures: Mapping[Edge, Figure], best: Mapping[str, float]) -> set[
     """
 
     def exceeds(link: Edge, per_byte: float) -> bool:
-        num_bytes = figures[link].num_bytes
-        return is_slow(per_byte * num_bytes, best[link.kind] * num_bytes)
+        return figures[link].is_slow(per_byte, best[link.kind])
 
     def ends(link: Edge) -> set[End]:
         return {("gives", link.giver), ("takes", link.taker)}
@@ -165,6 +168,7 @@ class LinkTable:
                 late pull from it clears if it was fast, and else says nothing: it may give to others as well.
             is_chained: figures of later pulls are compared and are no measure: an idle source is faster than any chain.
         """
+        best = self._best()
         for one in seen:
             giver = owners.get(one.source, Server(TRAINER, one.source.host))
             if giver.name == taker.name or (giver.name == TRAINER and one.source not in planned):
@@ -173,7 +177,8 @@ class LinkTable:
             if not one.num_bytes or (one.num_bytes < LEAST_SHARE * one.part_bytes and one.seconds < LEAST_S):
                 continue
             figure = Figure(update, one.part_bytes, one.seconds / one.num_bytes, one.ahead_s / one.num_bytes)
-            if giver.name == TRAINER and not is_chained and not self._is_fast(link, figure):
+            is_late_from_trainer = giver.name == TRAINER and not is_chained
+            if is_late_from_trainer and (link.kind not in best or figure.is_slow(figure.pace, best[link.kind])):
                 continue
             if is_chained:
                 paces = self._paces.setdefault(update, {})
@@ -184,17 +189,12 @@ class LinkTable:
             elif known.update == update:
                 self._figures[link] = max(known, figure, key=lambda figure: (figure.ahead, figure.pace))
 
-    def _is_fast(self, link: Edge, figure: Figure) -> bool:
-        best = self._best()
-        num_bytes = figure.num_bytes
-        return link.kind in best and not is_slow(figure.pace * num_bytes, best[link.kind] * num_bytes)
-
     def took_slowly(self, update: int, taker: Server) -> bool:
         """Whether a link to this server was slow in this update, and whoever gave is not in doubt."""
         best, ends = self._best(), {taker.name, taker.node}
         found = slow_ends(self._figures, best)
         return any(
-            is_slow(figure.ahead * figure.num_bytes, best[link.kind] * figure.num_bytes)
+            figure.is_slow(figure.ahead, best[link.kind])
             and ("takes", link.taker) in found
             and ("gives", link.giver) not in found
             for link, figure in self._figures.items()
