@@ -10,9 +10,7 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from benchmarks.sizes import commit
 from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.report import last_per_step, read_records, read_summary
 from pipelinerl.inspect.samples import SeenRollout, read_tests
@@ -27,7 +26,6 @@ from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.records.messages import EvaluationDone, SamplesProcessed
 from pipelinerl.streams import set_streams_backend
 
-ROOT = Path(__file__).resolve().parents[1]
 SHOWN_ANSWERS = 10
 TRAINING = (
     TrainerMetric.REWARD,
@@ -160,9 +158,7 @@ def main() -> int:
     args = parser.parse_args()
     set_streams_backend("files")
     runs = [record(run_dir, args.figures) for run_dir in args.runs]
-    git = partial(subprocess.run, capture_output=True, text=True, check=True)
-    commit = args.commit or git(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-    document = {"machine": machine(), "commit": commit, "note": args.note, "runs": runs}
+    document = {"machine": machine(), "commit": args.commit or commit(), "note": args.note, "runs": runs}
     (args.out / "result.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     draw(args.out / "curve.png", runs)
     return 0

@@ -3,8 +3,6 @@
 python -m examples.arithmetic.arithmetic --rows 200 --seed 0 > results/arithmetic.jsonl    conversations to imitate
 """
 
-import argparse
-import json
 import re
 import statistics
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from examples.imitation import print_conversations
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
@@ -117,16 +116,6 @@ def conversations(rows: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for row in conversations(args.rows, args.seed):
-        print(json.dumps(row))
-    return 0
-
-
 def best_constant() -> float:
     """Success of the one number that is right most often in ``test``."""
     answers = [problem["answer"] for problem in load_problems(["test"])]
@@ -134,4 +123,4 @@ def best_constant() -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print_conversations(__doc__, conversations)

@@ -6,11 +6,10 @@ Every guess is drawn from the numbers that the answers so far leave, which finds
 The rows teach what an answer looks like, and that it lies within the bounds. Searching well is left to the rewards.
 """
 
-import argparse
-import json
 from random import Random
 from typing import Any
 
+from examples.imitation import print_conversations
 from pipelinerl.domains.guessing import feedback, instructions, numbers_of
 
 
@@ -35,15 +34,5 @@ def conversations(rows: int, seed: int, max_number: int = 128, max_turns: int = 
     return [{"messages": play(rng, rng.choice(numbers), max_number, max_turns)} for _ in range(rows)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for row in conversations(args.rows, args.seed):
-        print(json.dumps(row))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print_conversations(__doc__, conversations)
