@@ -10,8 +10,7 @@ import pytest
 
 from pipelinerl.domains.coding.judge import same_value
 from pipelinerl.domains.verifier import pool as verifier_pool
-from pipelinerl.domains.verifier.lanes import SLICES_S, Lanes
-from pipelinerl.domains.verifier.pool import JudgePool
+from pipelinerl.domains.verifier.pool import SLICES_S, JudgePool, Lanes
 from pipelinerl.domains.verifier_client import VerifierClient, part_to_send
 from pipelinerl.records.verdicts import Check
 from tests.integration.test_verifier_service import OWN_JUDGE, serving

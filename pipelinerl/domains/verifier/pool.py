@@ -1,16 +1,12 @@
-"""A fixed number of worker processes behind one coroutine, ``JudgePool.judge``.
+"""A fixed number of worker processes behind one coroutine, ``JudgePool.judge``, which returns a verdict in any case.
 
-A *forkserver* process imports the judges once and forks all workers, so that a killed worker is replaced in
-milliseconds. ``judge`` returns a verdict even if the check harms its worker. CPU time beyond the limit gives
-``unparsable``. If the worker dies, the check is repeated on a new worker, and a second death is blamed on the answer
-(``unparsable``). If the worker gets hardly any CPU time, because the machine is overloaded, the verdict is ``error``.
-
-Checks get slices of CPU time that grow, and short slices go first (see ``lanes``). So answers that take for ever delay
-the others by their first slices only. A check waits without limit for a worker, and then for its reply as long as the
-worker gets CPU time (``LEAST_SHARE``). A cancelled check leaves its lane.
+A *forkserver* process imports the judges once and forks all workers, so a killed worker is replaced in milliseconds.
+``Lanes`` decides which check runs next, and for how long. A check waits for a worker without limit, and for its reply
+as long as the worker gets CPU time.
 """
 
 import asyncio
+import collections
 import contextlib
 import os
 import signal
@@ -19,11 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 import psutil
 
-from pipelinerl.domains.verifier.lanes import Lanes
 from pipelinerl.domains.verifier.worker import HEADER, REQUEST
 from pipelinerl.errors import VerifierError
 from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
@@ -41,6 +37,58 @@ PASSED_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TMPDI
 """The environment variables that judges get. None holds a secret."""
 MAX_CHECKS = 2000
 """Checks after which a worker is replaced, so that the judges' caches do not grow forever."""
+SLICES_S = (0.003, 0.01, 0.03, 0.1)
+"""CPU seconds. 95 % of the answers in the tables of `tests/unit/domains/math_answers` need less than the first.
+
+Each is about three times the one before, so that a check costs at most 2.5 times what it would in one go. Nothing of an
+interrupted check is kept: a stopped process would hold its memory."""
+
+T = TypeVar("T")
+
+
+class Lanes(Generic[T]):
+    """The checks that wait for a worker, in one queue per slice of CPU time. Pure: no clocks, no processes.
+
+    A check's cost is not known beforehand, so each first gets the shortest slice. One that uses it up starts again with
+    the next longer slice, and at last with the whole limit. A free worker takes a check with the shortest slice, and of
+    these the one that has waited longest. So expensive checks delay the others by their first slices only.
+
+    Args:
+        workers: number of workers.
+        timeout_s: the limit of one check in CPU seconds.
+    """
+
+    def __init__(self, *, workers: int, timeout_s: float):
+        self.limits_s = (*(slice_s for slice_s in SLICES_S if slice_s < timeout_s), timeout_s)
+        """CPU seconds that a check gets in each lane."""
+        self._waiting: list[collections.deque[T]] = [collections.deque() for _ in self.limits_s]
+        self._num_running = [0] * len(self.limits_s)
+        # The slow lane never takes the last of several workers: short checks do not wait for it.
+        self._most_running = [workers if limit_s <= SLICES_S[-1] else max(1, workers - 1) for limit_s in self.limits_s]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting))
+
+    def wait(self, lane: int, check: T) -> None:
+        """Puts a check at the end of its lane."""
+        self._waiting[lane].append(check)
+
+    def leave(self, lane: int, check: T) -> None:
+        """Removes a check, if it still waits."""
+        with contextlib.suppress(ValueError):
+            self._waiting[lane].remove(check)
+
+    def start_next(self) -> tuple[int, T] | None:
+        """Returns lane and check that a free worker runs now, and counts it as running. None: it runs nothing."""
+        for lane, waiting in enumerate(self._waiting):
+            if waiting and self._num_running[lane] < self._most_running[lane]:
+                self._num_running[lane] += 1
+                return lane, waiting.popleft()
+        return None
+
+    def end(self, lane: int) -> None:
+        """Counts a check of the lane as no longer running."""
+        self._num_running[lane] -= 1
 
 
 @dataclass(eq=False)
@@ -119,8 +167,11 @@ class JudgePool:
         await self._stop_forkserver()
 
     async def judge(self, check: Check) -> Verdict:
-        """Judges one check. Waits without limit for an idle worker.
+        """Judges one check. A cancelled one leaves its lane.
 
+        Returns:
+            The judge's verdict. ``unparsable`` where the check uses up its CPU time, or kills two workers. ``error``
+            where the worker gets hardly any CPU time (``LEAST_SHARE``): the machine is overloaded.
         Raises:
             VerifierError: workers can no longer be started.
         """
@@ -175,7 +226,9 @@ class JudgePool:
     async def _judge_in(self, slot: Slot, check: Check, limit_s: float) -> Verdict | None:
         for _ in range(2):
             if slot.worker.dead or slot.worker.checks >= MAX_CHECKS:
-                await self._refill(slot)
+                slot.worker.kill()
+                self._alive.discard(slot.worker)
+                slot.worker = await self._spawn()
             try:
                 return await self._ask(slot.worker, check, limit_s)
             except WorkerDiedError:
@@ -221,11 +274,6 @@ class JudgePool:
         await worker.writer.drain()
         (length,) = HEADER.unpack(await worker.reader.readexactly(HEADER.size))
         return await worker.reader.readexactly(length)
-
-    async def _refill(self, slot: Slot) -> None:
-        slot.worker.kill()
-        self._alive.discard(slot.worker)
-        slot.worker = await self._spawn()
 
     async def _spawn(self) -> Worker:
         ours, theirs = socket.socketpair()

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from pipelinerl.domains.verifier.lanes import SLICES_S, Lanes
+from pipelinerl.domains.verifier.pool import SLICES_S, Lanes
 
 FOREVER = math.inf
 TIMEOUT_S = 5.0
