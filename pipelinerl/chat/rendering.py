@@ -142,7 +142,9 @@ def plain_message(message: dict) -> dict:
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list) and any(map(is_image, content)):
-        plain["content"] = [_template_part(part) for part in content]
+        plain["content"] = [
+            {"type": "image"} if is_image(part) else {"type": "text", "text": _part_text(part)} for part in content
+        ]
     elif isinstance(content, list):
         plain["content"] = "\n".join(_part_text(part) for part in content)
     elif content is None:
@@ -152,10 +154,6 @@ def plain_message(message: dict) -> dict:
     else:
         plain.pop("tool_calls", None)
     return plain
-
-
-def _template_part(part: Any) -> dict:
-    return {"type": "image"} if is_image(part) else {"type": "text", "text": _part_text(part)}
 
 
 def _part_text(part: Any) -> str:

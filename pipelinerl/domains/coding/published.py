@@ -42,7 +42,7 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
     try:
         tests = form_of(value_of(row, name), row)
         TestSuite.from_problem(tests)
-        tests = first_tests(as_texts(tests), max_tests)
+        tests = {key: cases[:max_tests] if isinstance(cases, list) else cases for key, cases in as_texts(tests).items()}
         refuse_surrogates(
             name or "tests", *(text for part in tests.values() if isinstance(part, list) for text in part)
         )
@@ -129,10 +129,6 @@ def as_texts(tests: Tests) -> Tests:
         return {key: tests[key] for key in ("inputs", "outputs", "fn_name", "unwrap") if key in tests}
     lines = ["\n".join(map(dump, arguments)) for arguments in inputs]
     return {"inputs": lines, "outputs": list(map(dump, outputs)), "fn_name": function, "unwrap": True}
-
-
-def first_tests(tests: Tests, count: int | None) -> Tests:
-    return {key: value[:count] if isinstance(value, list) else value for key, value in tests.items()}
 
 
 def decoded(value: Any) -> Any:

@@ -209,7 +209,8 @@ class Sandbox:
     def _user_processes(self) -> int:
         """The limit that the kernel gets where all programs are one user: it counts supervisor and init, too."""
         own = self.limits.processes + 2
-        if kernel_release() >= COUNTS_BY_NAMESPACE:
+        major, minor = re.findall(r"\d+", os.uname().release)[:2]
+        if (int(major), int(minor)) >= COUNTS_BY_NAMESPACE:
             return own
         return own * self._concurrency + 1
 
@@ -232,11 +233,6 @@ class Sandbox:
         if not lines:
             raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
         return as_outcome(json.loads(lines[1])) if len(lines) > 1 else KILLED
-
-
-def kernel_release() -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", os.uname().release)[:2]
-    return int(major), int(minor)
 
 
 def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:

@@ -166,7 +166,11 @@ class Run:
         self._output, self._errors = bytearray(), bytearray()
         self._next_look = time.monotonic() + WATCH_S
         self._parent = os.getppid()
-        self._group = None if jail.groups is None else jail.groups.group(**group_limits(self._limits))
+        self._group = None
+        if jail.groups is not None:
+            # A group also counts the two folders in memory, which have a limit of their own.
+            memory_mb = self._limits["memory_mb"] + len(WRITABLE) * self._limits["disk_mb"]
+            self._group = jail.groups.group(memory_bytes=memory_mb << 20, processes=self._limits["processes"])
 
     def run(self) -> dict:
         """``ended``: exited, signal, time, memory or output."""
@@ -260,7 +264,10 @@ class Run:
         Without it, thirty processes leave their neighbour a thirtieth of a core, and it passes its wall time.
         """
         tasks = tasks_of(self._jail.processes, pids)
-        nice = min(19, os.nice(0) + nice_steps(sum(state == "R" for _, state, _ in tasks)))
+        num_running = sum(state == "R" for _, state, _ in tasks)
+        # A step of niceness takes a fifth of a thread's weight: after these steps all of them weigh as much as one.
+        steps = math.ceil(math.log(max(num_running, 1), 1.25))
+        nice = min(19, os.nice(0) + steps)
         lower = [task for task, _, has in tasks if has < nice and task != self._init]
         if not lower:
             return
@@ -274,12 +281,6 @@ class Run:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel takes it back from a process that changes its user
         if os.getppid() != self._parent:
             raise Closed
-
-
-def group_limits(limits: dict) -> dict[str, int]:
-    """The limits of a run's group. It also counts the two folders in memory, which have a limit of their own."""
-    memory_mb = limits["memory_mb"] + len(WRITABLE) * limits["disk_mb"]
-    return {"memory_bytes": memory_mb << 20, "processes": limits["processes"]}
 
 
 def descendants(processes: int, *roots: int) -> list[int]:
@@ -312,11 +313,6 @@ def tasks_of(processes: int, pids: list[int]) -> list[tuple[int, str, int]]:
             finally:
                 os.close(folder)
     return tasks
-
-
-def nice_steps(num_running: int) -> int:
-    """By how much the niceness of so many threads must exceed that of one to weigh as much: a step takes a fifth."""
-    return math.ceil(math.log(max(num_running, 1), 1.25))
 
 
 def lower_priority(tasks: list[int], nice: int) -> None:
