@@ -1,6 +1,5 @@
-"""The command `pipelinerl`, or `python -m pipelinerl`: one name for every program that a user starts by hand.
+"""The command `pipelinerl`, or `python -m pipelinerl`: runs the module of a program by a short name.
 
-It runs the module of the program. `python -m` with that module does the same.
 To add a command, add a line to `COMMANDS`.
 """
 
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: a domain of the user's own lies there
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's domain lies there
     make_examples_importable()
     return run_module(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
 
@@ -97,7 +96,7 @@ def help_text() -> str:
 
 
 def first_comment(name: str) -> str:
-    """Returns the comment in the first line of a configuration, which says what it is."""
+    """Returns the comment in the first line of a configuration, which describes it."""
     path = next(path for folder in search_path() if (path := Path(folder) / f"{name}.yaml").is_file())
     with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()

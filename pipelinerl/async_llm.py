@@ -3,8 +3,8 @@
 The names defined above ``DirectTransport`` are public.
 
 The prompt is rendered once, here, and sent as token ids. The answer holds the sampled ids, their log-probabilities and
-the weight version of each token (``records.answers``). Nothing is ever re-tokenised. A completion without a finite
-log-probability for every token counts as a server failure. It never becomes a shorter or padded list.
+weight versions (``records.answers``). Text is never tokenised again. A completion without a finite log-probability for
+every token is a failure of the server.
 """
 
 import asyncio
@@ -50,16 +50,16 @@ from pipelinerl.rollouts import CallTokens, TrainingText, apply_rollout_reward
 from pipelinerl.streams.codec import Codec
 
 MISSING_LOGPROB = -9999.0
-"""vLLM sends this value for a token that has no log-probability."""
+"""vLLM's value for a token without a log-probability."""
 MAX_BACKOFF_S = 10.0
 MAX_CHARS_PER_TOKEN = 10
-"""More than any text has on average that fills a context: English has 4, code 3."""
+"""More than the average of any text that fills a context: English has 4, code 3."""
 LONG_TOKENS = 4000
-"""Completions of at least this length are decoded in a thread: they would block the event loop for about 1 ms."""
+"""Completions of this length or more would block the event loop for about 1 ms, so a thread decodes them."""
 
 
 class RetryableAbortedCompletionError(ServerError):
-    """The server ended a completion before the model did. It yields no data, but another try may succeed."""
+    """The server ended a completion before the model did. A repetition may succeed."""
 
 
 async def llm_async_generate(
@@ -79,8 +79,8 @@ async def llm_async_generate(
 
     Raises:
         TransportError: no server answered within the retries.
-        ServerError: the server refused the request. The error holds its message. Or the prompt has more than
-            ``MAX_CHARS_PER_TOKEN`` characters per token of the context, and was not rendered.
+        ServerError: the server refused the request, for the reason in the message, or the prompt has more than
+            ``MAX_CHARS_PER_TOKEN`` characters per token of the context.
         DomainError: the prompt's ``response_format`` would constrain the sampler.
     """
     llm.load_tokenizer()
@@ -158,7 +158,7 @@ def make_training_texts_from_llm_calls(
 
 
 class DirectTransport:
-    """Posts to ``llm.base_url`` and repeats requests that failed in transport. The default outside the actor."""
+    """Posts to ``llm.base_url``, and repeats requests that failed in transport. The default outside the actor."""
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         for repetition in range(request.retries + 1):
@@ -175,7 +175,7 @@ _DIRECT = DirectTransport()
 
 
 def is_retryable(error: TransportError) -> bool:
-    """Whether another try can help. It cannot if the server understood the request and refused it."""
+    """Whether a repetition can help. It cannot if the server refused a valid request."""
     return not isinstance(error, ServerError) or error.status >= 500 or error.status in (408, 429)
 
 
@@ -196,9 +196,9 @@ async def post_generate(
         session: HTTP session.
         base_url: URL of the server.
         request: prompt and sampling parameters.
-        n: completions.
+        n: number of completions.
         token: bearer token, or empty.
-        name: under which the server says how far its answer is, or empty.
+        name: name under which the server reports the progress of the answer, or empty.
     Raises:
         TransportError: no answer came, or the connection broke.
         ServerError: the server refused the request, or its answer is not valid.
@@ -249,7 +249,7 @@ def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTo
         request: the request that it answers.
         n: expected number of completions.
     Raises:
-        ServerError: the body cannot be decoded, or a completion lacks something.
+        ServerError: the body cannot be decoded, or a completion is incomplete.
     """
     try:
         answer = _answer_codec.decode(payload)
@@ -304,7 +304,7 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
 
 
 def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
-    """Checks and returns the spans, int32 [R, 3]. They are empty if the weights are not those of an optimizer step."""
+    """Checks and returns the spans, int32 [R, 3]. Empty: the weights do not come from an optimizer step."""
     if spans is None:
         return np.empty((0, 3), dtype=np.int32)
     is_table = spans.dtype == np.int32 and spans.ndim == 2 and spans.shape[1:] == (3,)
@@ -317,7 +317,7 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
 def _prompt_tokens(
     renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, history: History
 ) -> tuple[Rendered, Turn | None]:
-    """Returns the prompt, and the turn of the rollout that it continues."""
+    """Returns the prompt, and the turn of the rollout that it continues, if any."""
     if prompt.token_ids:
         if images_of(prompt.messages):
             raise DomainError(
@@ -335,7 +335,7 @@ def _prompt_tokens(
 def _hinted_ids(
     renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, rendered: Rendered, continued: Turn | None
 ) -> np.ndarray | None:
-    """Returns the prompt as a teacher reads it that sees the problem's hint, int32 [H]. None: no teacher does."""
+    """Returns the prompt for a teacher that sees the problem's hint, int32 [H]. None: no teacher does."""
     if llm.state.hint is None:
         return None
     if prompt.token_ids or rendered.images:
@@ -347,7 +347,7 @@ def _hinted_ids(
 
 
 def with_hint(messages: list[dict], hint: str) -> list[dict]:
-    """Returns messages whose last one of the user ends with the hint."""
+    """Returns the messages with the hint at the end of the last user message."""
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     if not users:
         raise DomainError("a teacher sees the problem's hint (`teachers.hint`), but the prompt has no user's message")
@@ -360,7 +360,7 @@ def with_hint(messages: list[dict], hint: str) -> list[dict]:
 
 
 def refuse_too_long(llm: TrainableLLM, messages: Any, tools: Any) -> None:
-    """Refuses, by their characters, messages that no context holds, because rendering them would hold up the loop.
+    """Refuses messages that are too long for the context, by their characters: rendering them would block the loop.
 
     Args:
         llm: the model, with its ``context_size`` in tokens.
@@ -379,7 +379,7 @@ def refuse_too_long(llm: TrainableLLM, messages: Any, tools: Any) -> None:
 
 
 def _num_chars(value: Any) -> int:
-    """Number of characters of all texts in messages or tools. Images as data URLs are none."""
+    """Returns the number of characters in all texts of messages or tools, without images in data URLs."""
     if isinstance(value, str):
         return 0 if value.startswith("data:image/") else len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -455,7 +455,7 @@ def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
 
 
 async def _texts(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
-    """Runs ``_split_end``. Long completions are decoded one at a time in a thread, which keeps the loop free."""
+    """Runs ``_split_end``, for long completions in a thread, one at a time."""
     if len(tokens.completion_ids) < LONG_TOKENS:
         return _split_end(renderer, tokens)
     return await asyncio.get_running_loop().run_in_executor(_decoding, _split_end, renderer, tokens)

@@ -1,4 +1,4 @@
-"""Functions that domains written for PipelineRL import to judge countdown answers in ``\\boxed{}``."""
+"""For domains written for PipelineRL: judges countdown answers in ``\\boxed{}``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pipelinerl.domains.math.judge import last_boxed
 
 
 def extract_solution(solution_str: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{}`` in the last line. None if there is none or it is empty."""
+    r"""Returns the content of the last ``\boxed{}`` in the last line. None if it is missing or empty."""
     return last_boxed(solution_str.rpartition("\n")[2]) or None
 
 

@@ -28,11 +28,11 @@ from collections.abc import Callable
 EXIT_REFUSED = 2
 """Exit code of a program that refuses its command line, its configuration or the run folder. A restart cannot help."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, signs for the direction of writing, other ends of lines, half characters."""
+"""Control characters except tab and newline, marks of writing direction, other line ends, half characters."""
 
 
 def visible(text: str) -> str:
-    """Returns the text with a picture in place of each control character, or U+FFFD: none has an effect on a terminal.
+    """Returns the text with a visible sign in place of each control character, so that none affects a terminal.
 
     >>> visible("\\x1b[2J\\r")
     '␛[2J␍'
@@ -66,7 +66,7 @@ class DomainError(PipelineRLError, ValueError):
 
 
 class DatasetError(DomainError):
-    """A data set cannot be used. ``names``: those that this may be about, as the configuration names them."""
+    """A data set cannot be used. ``names``: the data sets that may be the cause, as in the configuration."""
 
     def __init__(self, message: str, *names: str):
         super().__init__(message)
@@ -110,7 +110,7 @@ class WeightUpdateError(PipelineRLError):
 
 
 class ServersExpelledError(WeightUpdateError):
-    """No inference server is left, because none of them used the weights that it was sent."""
+    """No inference server is left, because none of them used the weights it received."""
 
 
 class CheckpointError(PipelineRLError):

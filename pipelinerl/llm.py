@@ -1,7 +1,7 @@
 """The language model as a domain sees it: prompts, calls and server settings. Public: its field names are frozen.
 
-``TrainableLLM`` holds no connection. A transport (``async_llm``) carries its requests, and the actor and the test kit
-install their own. They also install what agent frameworks call (``TrainableLLM.agenerate``).
+``TrainableLLM`` holds no connection. A transport (``async_llm``) carries its requests. The actor and the test kit
+install their own transport, and the function behind ``TrainableLLM.agenerate``.
 """
 
 import datetime
@@ -40,8 +40,8 @@ class Prompt(BaseModel):
     messages: list[dict] = Field(default_factory=list)
     token_ids: list[int] = Field(default_factory=list)
     response_format: dict | type[BaseModel] | None = None
-    """None or `{"type": "text"}`. Any other format constrains the sampler, so that tokens come from a different
-    distribution than the one that is trained. `llm_async_generate` refuses it."""
+    """None or `{"type": "text"}`. `llm_async_generate` refuses others, which constrain the sampler: tokens would come
+    from another distribution than the one that is trained."""
 
     @staticmethod
     def from_user_message(content: str) -> "Prompt":
@@ -170,11 +170,11 @@ class LLMCall(LazyModel):
 
     @property
     def said(self) -> ReadText:
-        """What was read in the sampled text: content, tool calls, thought (``TrainableLLM.reasoning_parser``)."""
+        """Content, tool calls and thought (``TrainableLLM.reasoning_parser``) in the sampled text."""
         return self._said or ReadText(self.output.content or "", [])
 
     def attach_texts(self, prompt: str, output: str, said: ReadText) -> None:
-        """Sets ``texts``, the rendered ``prompt`` and the sampled ``output``, and what was ``said`` in it."""
+        """Sets ``texts`` (the rendered prompt and the sampled output) and ``said``."""
         self._texts, self._said = (prompt, output), said
 
     @classmethod
@@ -252,26 +252,26 @@ class Transport(Protocol):
 
 @dataclass
 class RolloutState:
-    """What the LLM calls of one rollout share. The actor makes one for every attempt."""
+    """The shared state of a rollout's LLM calls. The actor makes one for every attempt."""
 
     transport: Transport | None = None
     """Carries the requests. None: each goes to ``TrainableLLM.base_url``."""
     turns: list[Turn] | None = None
     """The calls so far, whose tokens a later prompt continues. None: every prompt is rendered whole."""
     generate: "Callable[[TrainableLLM, Prompt, aiohttp.ClientSession], Awaitable[LLMCall]] | None" = None
-    """What ``TrainableLLM.agenerate`` calls, ``async_llm.llm_async_generate``. None: that method is refused."""
+    """``async_llm.llm_async_generate``, which ``TrainableLLM.agenerate`` calls. None: that method raises."""
     name: str = ""
-    """The rollout in the actor. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
+    """Name of the rollout. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
     hint: str | None = None
-    """A text of the problem that a teacher sees behind the user's last message, and the policy does not."""
+    """A text of the problem that a teacher sees after the last user message, and the policy does not."""
     num_calls: int = 0
     num_forks: int = 0
     """Prompts that left sampled tokens of their conversation behind (``chat.is_fork``)."""
     sent_tokens: int = 0
-    """Prompt tokens of all calls, of which the server took ``cached_tokens`` from its prefix cache."""
+    """Prompt tokens of all calls. The server took ``cached_tokens`` of them from its prefix cache."""
     cached_tokens: int = 0
     failure: BaseException | None = None
-    """The infrastructure's error. It fails the rollout even if the domain's code handles it."""
+    """An infrastructure error. It fails the rollout even if the domain's code handles it."""
 
     def begin_call(self) -> int:
         """Counts a call and returns its index."""
@@ -330,7 +330,7 @@ class TrainableLLM(BaseModel):
         return private["_state"]  # ten times as fast as pydantic's own lookup, and every call asks often
 
     def bind(self, state: RolloutState) -> None:
-        """Makes the calls from now on part of another rollout."""
+        """Makes all further calls part of another rollout."""
         self._state = state
 
     def load_tokenizer(self) -> None:
@@ -347,15 +347,15 @@ class TrainableLLM(BaseModel):
         return len(renderer.render(messages, None, self.chat_template_kwargs).token_ids)
 
     async def agenerate(self, prompt: Any, session: "aiohttp.ClientSession") -> LLMStream:
-        """Samples one completion, as the agents of tapeagents ask a model (``Agent.arun``).
+        """Samples one completion, for the agents of tapeagents (``Agent.arun``).
 
         Args:
-            prompt: a ``Prompt``, or the framework's own with the same fields.
+            prompt: a ``Prompt``, or the framework's object with the same fields.
             session: HTTP session of the rollout.
         Returns:
-            A stream of one event, which has output and call. The call goes to ``make_training_text``.
+            A stream of one event with output and call. Pass the call to ``make_training_text``.
         Raises:
-            DomainError: the model is not that of a rollout. Call ``llm_async_generate`` instead.
+            DomainError: the model does not belong to a rollout. Call ``llm_async_generate`` instead.
         """
         if self.state.generate is None:
             raise DomainError("`agenerate` needs the model that a rollout function gets: call `llm_async_generate`")
@@ -364,14 +364,14 @@ class TrainableLLM(BaseModel):
         return LLMStream(iter([LLMEvent(output=call.output, llm_call=call)]), own)
 
     def generate(self, prompt: Any, **kwargs: Any) -> LLMStream:
-        """Refused: a call that blocks would stop every rollout of the worker."""
+        """Raises ``DomainError``: a blocking call would stop every rollout of the worker."""
         raise DomainError(
             "`TrainableLLM.generate` blocks and is not here: run the agent with `async_execute_agent` or `agent.arun`, "
             "which await `agenerate`, or give a blocking agent an address with `pipelinerl.agents.run_agent`"
         )
 
     def make_training_text(self, prompt: Any, output: Any) -> Any:
-        """Refused: prompt and output have no tokens."""
+        """Raises ``DomainError``: prompt and output have no tokens."""
         raise DomainError(
             "`TrainableLLM.make_training_text` would tokenise the text again and train tokens that were not sampled: "
             "set the agent's `store_llm_calls`, and give `async_llm.make_training_text` the calls of its steps"
@@ -379,7 +379,7 @@ class TrainableLLM(BaseModel):
 
 
 def sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
-    """Returns JSON of the parameters of the next call. Raises ``DomainError`` for one that is not taken."""
+    """Returns JSON of the parameters of the next call. Raises ``DomainError`` for an unsupported one."""
     params = _plain(llm.parameters)
     refused = [name for name in UNSUPPORTED_PARAMETERS if name in params]
     if refused:

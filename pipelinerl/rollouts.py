@@ -43,7 +43,7 @@ class CallTokens:
     """int32 [I, 2]: (start, end exclusive) of the prompt tokens that stand for each image. None without images."""
 
     hinted_ids: np.ndarray | None = None
-    """int32 [H]: the prompt as a teacher reads it that sees the problem's hint. None: no teacher does."""
+    """int32 [H]: the prompt for a teacher that sees the problem's hint. None: no teacher does."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -72,7 +72,7 @@ class LazyModel(BaseModel):
             self.__dict__.pop(name, None)
 
     def is_lazy(self, *names: str) -> bool:
-        """Whether none of these fields was read or set, so that ``call_tokens`` says all there is."""
+        """Whether none of these fields was read or set, so that ``call_tokens`` holds their values."""
         return not any(name in self.__dict__ for name in names)
 
     def __getattr__(self, name: str) -> Any:
@@ -165,7 +165,7 @@ class RolloutResult(BaseModel):
     dataset_name: str | None = None
     group_id: str | None = None
     rewards: RewardMode | None = None
-    """How the texts' rewards are meant. None: as `actor.rewards` says."""
+    """Meaning of the texts' rewards. None: `actor.rewards`."""
     domain: str | None = None
     """The domain that a dispatcher chose. Metrics are grouped by the configuration's `domains`, not by this field."""
 
@@ -264,9 +264,9 @@ def check_named_rewards(metrics: Mapping[str, float], mode: RewardMode, names: I
     """Checks that a rollout reports every reward that ``finetune.rl.reward_weights`` names.
 
     Args:
-        metrics: what it reports.
-        mode: what the rewards of its texts are.
-        names: of the rewards.
+        metrics: the rollout's metrics.
+        mode: meaning of the rewards of its texts.
+        names: names of the rewards.
     Raises:
         RecordError: one is missing, or the texts have rewards of their own.
     """
@@ -286,7 +286,7 @@ def check_named_rewards(metrics: Mapping[str, float], mode: RewardMode, names: I
 def finite(name: str, value: Any) -> float:
     """Converts a domain's number to float.
 
-    Raises ``RecordError`` with ``name`` for text, None, NaN, infinities and what is beyond ``LARGEST_NUMBER``.
+    Raises ``RecordError`` with ``name`` for text, None, NaN, infinities and numbers beyond ``LARGEST_NUMBER``.
     """
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)

@@ -1,8 +1,7 @@
 """A role's view of the trainer: newest weight version, servers in service, totals, and whether training is done.
 
-A separate thread reads topic ``trainer`` from its oldest record. It never writes, and it does not protect records from
-deletion. If the thread dies, every property and wait raises ``StreamError`` with the cause, so that no role continues
-with outdated state.
+A thread reads topic ``trainer`` from its oldest record. If it dies, every property and wait raises ``StreamError`` with
+the cause, so that no role continues with outdated state.
 """
 
 import threading
@@ -32,7 +31,7 @@ _POLL_S = 0.5
 
 @dataclass(eq=False)
 class _Servers:
-    """The trainer's newest word about the servers in service, as in ``WeightUpdateSuccess``."""
+    """The servers in service, as in the newest ``WeightUpdateSuccess``."""
 
     version: int | None = None
     serving: dict[str, int] = field(default_factory=dict)
@@ -174,6 +173,7 @@ class TrainerState:
         """Reads trainer messages until ``stop`` or a failure. The next property or wait raises the failure."""
         try:
             spec = SingleStreamSpec(self.exp_path, TRAINER)
+            # name=None: this reader protects no records from deletion
             with open_reader(spec, TrainerMessage, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():
                     for _, message in reader.poll(_POLL_S):

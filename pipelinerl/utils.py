@@ -1,4 +1,4 @@
-"""Functions that domains written for PipelineRL import to find the run's services."""
+"""For domains written for PipelineRL: finds the run's services."""
 
 import httpx
 from omegaconf import DictConfig
@@ -18,8 +18,8 @@ def resolve_environment_key(cfg: DictConfig, default: str | None = None) -> str 
 def get_environment_jobs(cfg: DictConfig, key: str | None = None) -> list[Job]:
     """Returns the servers of the environment with this key, or of all environments.
 
-    The run's verifiers also count as environments. They have no key, and are returned where no environment has the
-    given one, because every verifier judges every kind of answer.
+    Verifiers count as environments without a key. They are returned if no environment has the given one, because every
+    verifier judges every kind of answer.
     """
     jobs = _environments(cfg)
     own = [job for job in jobs if job.environment_key is not None]
@@ -30,7 +30,7 @@ def get_environment_jobs(cfg: DictConfig, key: str | None = None) -> list[Job]:
 
 
 def is_healthy(url: str) -> bool:
-    """Whether a server answers ``GET /health``. One without that route answers 404, which counts too."""
+    """Whether a server answers ``GET /health``. 404 counts, too: a server may lack that route."""
     try:
         answer = httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S, **own_client())
         return answer.status_code < 500

@@ -1,4 +1,4 @@
-"""Trains an existing agent: it calls an OpenAI-compatible endpoint, and every call becomes training tokens.
+"""Trains an existing agent: it calls an endpoint with OpenAI's or Anthropic's API, and every call is training data.
 
 ``record_agent`` opens an endpoint for one rollout. ``run_agent`` and ``run_agent_process`` open one and run a function
 or a program against it. ``play_text_environment`` plays Gymnasium environments whose observations are text.

@@ -1,4 +1,4 @@
-"""What the endpoint's dialects have in common: a request in plain form, and what of an answer an agent gets to see."""
+"""The common part of the endpoint's dialects: a request in plain form, and the part of an answer that an agent sees."""
 
 import secrets
 import time
@@ -25,9 +25,9 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
 }
-"""Fields of OpenAI's APIs and of vLLM that would change prompt or answer, with the values that change nothing."""
+"""Fields of OpenAI's APIs and of vLLM that would change prompt or answer, with their values that change nothing."""
 GUIDED = "guided_"
-"""Begins vLLM's older fields for constrained sampling."""
+"""Prefix of vLLM's older fields for constrained sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class ChatRequest:
 
     messages: list[dict[str, Any]]
     num_instructions: int = 0
-    """Responses: messages at the beginning that hold for this request only."""
+    """Responses: messages at the beginning that apply to this request only."""
     tools: list[dict[str, Any]] | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Its sampling parameters, by the names of Chat Completions."""
+    """Sampling parameters, by the names of Chat Completions."""
     stream: bool = False
     include_usage: bool = False
     """Chat Completions: a streamed answer ends with its token counts."""
@@ -50,11 +50,11 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What an agent sees of an answer."""
+    """The part of an answer that an agent sees."""
 
     thought: str
     content: str | None
-    """None beside tool calls that stand alone."""
+    """None: the answer only has tool calls."""
     tool_calls: list[dict[str, Any]]
     """In the format of Chat Completions."""
     stop: str | None
@@ -64,18 +64,18 @@ class Said:
 
 
 Event = tuple[str, dict[str, Any]]
-"""Name and data of a server-sent event. Chat Completions name none."""
+"""Name and data of a server-sent event. The name is empty in Chat Completions."""
 
 
 class Dialect(Protocol):
     """One chat API: reads its requests and writes its answers. It samples nothing and does no I/O."""
 
     def read(self, body: Any) -> ChatRequest:
-        """Returns the request. Raises ``ValueError`` if it is not valid, or asks for what the endpoint has not."""
+        """Returns the request. Raises ``ValueError`` if it is not valid, or the endpoint does not support it."""
         ...
 
     def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
-        """Returns the answer in one piece."""
+        """Returns the body of an answer that is not streamed."""
         ...
 
     def events(self, call: LLMCall, asked: ChatRequest) -> Iterable[Event]:
@@ -91,22 +91,20 @@ class CountingDialect(Dialect, Protocol):
     """A chat API that also counts the tokens of a prompt."""
 
     def read_count(self, body: Any) -> ChatRequest:
-        """Returns the request whose tokens are to be counted. Raises ``ValueError`` if it is not valid."""
+        """Returns the request whose tokens are counted. Raises ``ValueError`` if it is not valid."""
         ...
 
     def count(self, num_tokens: int) -> dict[str, Any]:
-        """Returns the answer."""
+        """Returns the body of the answer."""
         ...
 
 
 def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
     """Merges the parameters that an agent may choose (length, stop strings, seed) into the run's.
 
-    The run's `max_tokens` is the longest: clients of Anthropic have to name a length, and name one of their own.
-
     Args:
         body: request body with OpenAI's names.
-        parameters: the run's sampling parameters.
+        parameters: the run's sampling parameters. Their `max_tokens` is an upper bound.
     Raises:
         ValueError: the request would sample from another distribution than the one that is trained.
     """
@@ -128,13 +126,13 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
     chosen = {name: body[name] for name in PASSED_PARAMETERS if body.get(name) is not None}
     if "max_completion_tokens" in chosen:
         chosen["max_tokens"] = chosen.pop("max_completion_tokens")
-    if "max_tokens" in chosen:
+    if "max_tokens" in chosen:  # Anthropic's clients have to send a length, and choose one themselves
         chosen["max_tokens"] = min(chosen["max_tokens"], parameters.get("max_tokens", chosen["max_tokens"]))
     return parameters | chosen
 
 
 def refuse_format(name: str, wanted: Any) -> None:
-    """Refuses a format other than text. ``name`` is the request's field."""
+    """Raises ``ValueError`` for a format other than text. ``name``: the request's field."""
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if kind not in (None, "text"):
         raise ValueError(
@@ -144,7 +142,7 @@ def refuse_format(name: str, wanted: Any) -> None:
 
 
 def said_of(call: LLMCall) -> Said:
-    """Returns what the agent sees of a call."""
+    """Returns the part of a call's answer that the agent sees."""
     said = call.said
     content: str | None = said.content
     if call.output.tool_calls:

@@ -1,10 +1,9 @@
-"""An endpoint on loopback that exists for one rollout and records every call made to it, in three chat APIs.
+"""An endpoint on loopback, for one rollout, that records every call to it, in three chat APIs.
 
-Owns the listening socket and the recorded calls. Each call is sampled by ``llm_async_generate``, so its tokens,
-log-probabilities and weight versions are those of the server. The agent only sees text. The run's sampling parameters
-are binding: a request for another temperature is refused, because its ratio to the trained policy would be wrong. A
-call that fails for infrastructure reasons ends the rollout with that error, even if the agent handles it. A call whose
-client goes away before its answer is neither recorded nor continued.
+``llm_async_generate`` samples each call, so tokens, log-probabilities and weight versions are the server's; the agent
+only sees text. A request for another temperature than the run's is refused: its ratio to the trained policy would be
+wrong. A call that fails for infrastructure reasons ends the rollout with that error, even if the agent handles it. A
+call whose client disconnects before the answer is neither recorded nor continued.
 """
 
 import asyncio
@@ -36,9 +35,9 @@ TOO_LARGE = f"the request has more than {MAX_BODY_BYTES} bytes: send fewer or sm
 
 
 class RecordedAgent:
-    """One rollout's endpoint. Give ``base_url`` or ``anthropic_base_url``, and ``api_key``, to a client.
+    """One rollout's endpoint. Pass ``base_url`` or ``anthropic_base_url``, and ``api_key``, to a client.
 
-    ``calls`` holds the LLM calls in the order in which they were answered.
+    ``calls`` holds the LLM calls in the order of their answers.
     """
 
     def __init__(self, llm: TrainableLLM, session: aiohttp.ClientSession):
@@ -52,7 +51,7 @@ class RecordedAgent:
 
     @property
     def anthropic_base_url(self) -> str:
-        """The URL for clients of Anthropic, which add ``/v1`` themselves."""
+        """The URL for Anthropic's clients, which add ``/v1`` themselves."""
         return self.base_url.removesuffix("/v1")
 
     @property
@@ -98,7 +97,7 @@ class RecordedAgent:
         return call
 
     def count_tokens(self, asked: ChatRequest) -> int:
-        """Counts the tokens of a prompt rendered whole. Raises ``DomainError`` for one with images."""
+        """Counts the tokens of a whole rendered prompt. Raises ``DomainError`` for one with images."""
         if images_of(asked.messages):
             raise DomainError("messages have images: only a model's server knows how many tokens it makes of one")
         refuse_too_long(self.llm, asked.messages, asked.tools)
@@ -149,7 +148,7 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
 def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         def refuse(status: int, message: object) -> web.Response:
-            headers = {"x-should-retry": "false"} if status == 502 else None  # the clients of OpenAI and Anthropic obey
+            headers = {"x-should-retry": "false"} if status == 502 else None  # OpenAI's and Anthropic's clients obey
             return web.json_response(dialect.error(status, str(message)), status=status, headers=headers)
 
         if not _authorised(request, agent.api_key):
@@ -217,7 +216,7 @@ def _unknown(dialect: Dialect) -> Any:
 
 
 async def _stream(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
-    """Sends server-sent events. Those without a name are Chat Completions', which say themselves when they end."""
+    """Sends server-sent events. Events without a name, of Chat Completions, end with ``[DONE]``."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     with contextlib.suppress(ConnectionError):  # the client has gone
         await response.prepare(request)
@@ -233,7 +232,7 @@ async def _stream(request: web.Request, events: Iterable[Event]) -> web.StreamRe
 
 
 def _authorised(request: web.Request, api_key: str) -> bool:
-    """Whether the request has the key, as OpenAI's clients send it or as Anthropic's do."""
+    """Whether the request has the key, in OpenAI's or Anthropic's header."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
     given = request.headers.get("x-api-key", bearer).encode(errors="surrogateescape")
     return secrets.compare_digest(given, api_key.encode())

@@ -14,10 +14,7 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 
 class TextEnvironment(Protocol):
-    """The part of ``gymnasium.Env`` that is used. Observations are converted to text, actions are parsed from text.
-
-    The methods may be coroutine functions.
-    """
+    """The part of ``gymnasium.Env`` that is used. The methods may be coroutine functions."""
 
     def reset(self, *, seed: int | None = None) -> Any:
         """Returns (observation, information)."""
@@ -42,13 +39,12 @@ async def play_text_environment(
     """Plays one episode. Observations become user messages, and the model's answers become actions.
 
     The reward is the sum over the episode. Success is ``info["success"]`` of the last step if the environment sets it,
-    else a positive sum. The conversation only grows, so all turns become one training sequence. The environment runs
-    in a thread, so that a slow step does not delay other rollouts; coroutine functions run on this loop. The caller
-    closes it.
+    else a positive sum. All turns become one training sequence.
 
     Args:
         llm: the policy.
         session: HTTP session of the rollout.
+        environment: runs in a thread, or on this loop if its methods are coroutine functions. The caller closes it.
         max_turns: maximum number of steps.
         seed: for ``environment.reset``.
         system: system message. None: no system message.

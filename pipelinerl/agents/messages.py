@@ -10,7 +10,7 @@ from pipelinerl.agents.dialect import ChatRequest, Event, Said, new_id, refuse_f
 from pipelinerl.llm import LLMCall
 
 CLIENT_LINE = "x-anthropic-billing-header"
-"""Begins a system block of Claude Code that is another one in every request."""
+"""Prefix of a system block of Claude Code that differs in every request."""
 
 
 class _Source(msgspec.Struct):
@@ -56,7 +56,7 @@ class _OutputConfig(msgspec.Struct):
 
 
 class _Count(msgspec.Struct):
-    """What is counted."""
+    """The fields of a request whose tokens are counted."""
 
     messages: Annotated[list[_AnthropicMessage], msgspec.Meta(min_length=1)]
     system: str | list[_Block] | None = None
@@ -97,7 +97,7 @@ class Messages:
         )
 
     def read_count(self, body: Any) -> ChatRequest:
-        """Returns the request whose tokens are to be counted."""
+        """Returns the request whose tokens are counted."""
         request = msgspec.convert(body, _Count)
         return ChatRequest(messages=_chat_messages(request), tools=_chat_tools(request))
 
@@ -157,7 +157,7 @@ def _blocks(said: Said, asked: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a block as a stream begins it, and what the stream adds."""
+    """Returns the empty block that a stream starts with, and the deltas that fill it."""
     if block["type"] == "text":
         return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
@@ -206,7 +206,7 @@ def _chat_messages(request: _Count) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: list[_Block]) -> dict[str, Any]:
-    """Thoughts are left out: what the model sampled is continued, and no template shows thoughts of another one."""
+    """Returns the assistant's message, without thoughts: the sampled tokens hold the policy's own."""
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(b.text for b in blocks if b.type == "text")}
     calls = [
         {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input)}}

@@ -43,7 +43,7 @@ class _TextConfig(msgspec.Struct):
 
 
 class _ResponsesCount(msgspec.Struct):
-    """What is counted."""
+    """The fields of a request whose tokens are counted."""
 
     input: str | list[_Item]
     instructions: str | None = None
@@ -67,7 +67,7 @@ class _ResponsesBody(_ResponsesCount, kw_only=True):
 
 
 class Responses:
-    """The dialect of ``/v1/responses``. It keeps the conversation of every answer that it gave."""
+    """The dialect of ``/v1/responses``. It keeps the conversation of every answer, for ``previous_response_id``."""
 
     def __init__(self, model: str):
         self._model = model
@@ -86,7 +86,7 @@ class Responses:
         return replace(asked, parameters=names, stream=bool(request.stream))
 
     def read_count(self, body: Any) -> ChatRequest:
-        """Returns the request whose tokens are to be counted."""
+        """Returns the request whose tokens are counted."""
         return self._conversation(msgspec.convert(body, _ResponsesCount))
 
     def count(self, num_tokens: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _chat_messages(items: list[_Item]) -> list[dict[str, Any]]:
 
 
 def _result(item: _Item) -> Iterator[dict[str, Any]]:
-    """Yields the result of a tool as text, then its images as a message of the user: templates show none of a tool."""
+    """Yields a tool's result as text, then its images as a user message, because templates show no images of tools."""
     parts = [_Part(type="text", text=item.output)] if isinstance(item.output, str) else item.output
     texts = [part for part in parts if part.type != "input_image"]
     yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(texts)}

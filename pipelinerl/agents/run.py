@@ -1,7 +1,4 @@
-"""Runs an agent against a recording endpoint. The agent is a Python function (sync or async) or a program.
-
-Users' synchronous code runs in a new thread per call, never in the event loop's small thread pool.
-"""
+"""Runs an agent against a recording endpoint. The agent is a Python function (sync or async) or a program."""
 
 import asyncio
 import contextlib
@@ -28,14 +25,15 @@ from pipelinerl.world.proxies import BYPASS_VARIABLES, bypass
 log = logging.getLogger(__name__)
 
 MAX_OUTPUT_BYTES = 2**22
-"""Of each stream of a program: a transcript of a million tokens fits, and a worker with 100 programs stays small."""
+"""Bytes kept of a program's output, and of its error output. A million tokens fit, and 100 programs stay below 1 GB."""
 READ_BYTES = 2**16
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``function(*args, **kwargs)`` in a thread, and returns or raises its outcome.
+    """Runs ``function(*args, **kwargs)`` in a new thread, and returns its result or raises its error.
 
-    A function that never returns only occupies its thread. It delays neither other calls nor the end of the process.
+    A function that never returns delays neither other calls, as it would in the loop's small pool of threads, nor the
+    end of the process.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -48,7 +46,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001 — the boundary of the user's code: raised again by the caller below
+        except BaseException as raised:  # noqa: BLE001 — of the user's code: raised again below
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
             loop.call_soon_threadsafe(set_outcome, result, error)
@@ -108,8 +106,8 @@ async def run_agent_process(
 ) -> RolloutResult:
     """Runs a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or Anthropic's, and rewards its output.
 
-    The program and all that it starts, in whatever session and environment, are killed when the program, the rollout,
-    the worker or the run ends. Of longer output than ``MAX_OUTPUT_BYTES`` only the end is read.
+    The program and all its descendants are killed when the program, the rollout, the worker or the run ends. ``score``
+    gets the last ``MAX_OUTPUT_BYTES`` of the output.
 
     Args:
         llm: the policy.
@@ -118,7 +116,7 @@ async def run_agent_process(
         score: turns the program's output into (reward, success).
         stdin: text on the program's standard input.
         env: further environment variables of the program.
-        passed_variables: names or patterns (``LC_*``) of our own variables that the program gets.
+        passed_variables: names or patterns (``LC_*``) of this process's variables that the program gets.
         dataset_name: groups the metrics.
 
     Raises:
@@ -134,7 +132,7 @@ async def run_agent_process(
 
 
 async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]) -> tuple[int | None, bytes, bytes]:
-    """Runs a program to its end and returns its status, output and error output. What it started ends with it."""
+    """Runs a program to its end. Returns status, output and error output. Its descendants end with it."""
     process = await asyncio.create_subprocess_exec(
         *kept(command, patience_s=0),
         stdin=asyncio.subprocess.PIPE,
@@ -162,7 +160,7 @@ async def run_program(command: Sequence[str], stdin: str, env: Mapping[str, str]
 
 
 async def write_all(stream: asyncio.StreamWriter, content: bytes) -> None:
-    """Writes and closes the stream, which its reader may have closed before."""
+    """Writes and closes the stream. Its reader may close it early."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(content)
         await stream.drain()
@@ -182,7 +180,7 @@ async def read_end(stream: asyncio.StreamReader, program: str) -> bytes:
 
 @functools.cache
 def say_cut(program: str) -> None:
-    """Says once of each program that the beginning of its output was dropped."""
+    """Warns, once per program, that the beginning of its output was dropped."""
     log.warning("event=output_cut program=%s limit_bytes=%d: only the end of it is read", program, MAX_OUTPUT_BYTES)
 
 
@@ -191,8 +189,8 @@ def agent_environment(
 ) -> dict[str, str]:
     """Builds the environment of an agent's process: passed variables, the policy's address, and the run's markers.
 
-    The markers let the launcher find the process and its children even if the worker has died. No proxy carries its
-    requests to the policy (`world.proxies`).
+    By the markers, the launcher finds the process and its children even after the worker died. Requests to the policy
+    bypass proxies (`world.proxies`).
 
     Args:
         ours: environment of this process.

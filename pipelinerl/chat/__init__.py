@@ -1,5 +1,8 @@
-"""Converts messages to tokens and back: `rendering` applies a chat template, `families` the code of a model family,
-`continuation` continues sampled tokens, `reading` reads thoughts and tool calls."""
+"""Converts messages to tokens and back.
+
+`rendering` applies a chat template, `families` the code of a model family, `continuation` continues sampled tokens,
+`reading` reads thoughts and tool calls.
+"""
 
 from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, is_fork
 from pipelinerl.chat.families import renderer_of

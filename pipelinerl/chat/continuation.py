@@ -1,8 +1,8 @@
-"""Continues the tokens of an earlier call, whatever the chat template does to history.
+"""Continues the tokens of an earlier call, for any chat template.
 
 A prompt continues a call if it repeats the call's messages and its answer. Its tokens are then ``prompt ids of the call
-+ sampled ids + ids of what the template writes between this answer and the next one``. The history is never rendered
-again, so a template that drops thoughts changes no token. A prompt that continues no call starts another sequence.
++ sampled ids + ids of the template's text between this answer and the next one``. The history is never rendered again,
+so a template that drops thoughts changes no token. A prompt that continues no call starts another sequence.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ KNOWN_ANSWER = "PIPELINERL KNOWN ANSWER"
 QUESTION = {"role": "user", "content": "x"}
 
 History = tuple[bytes, ...]
-"""A digest of every message of a conversation. Equal digests mean equal messages, however a client writes them."""
+"""A digest of every message of a conversation. Clients may write equal messages in different ways."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """An earlier call of the rollout, with everything needed to continue it in a later prompt."""
+    """An earlier call of the rollout, which a later prompt may continue."""
 
     history: History
-    """Of the prompt's messages."""
+    """Digests of the prompt's messages."""
     answers: frozenset[bytes]
-    """Digests of the messages that are its answer."""
+    """Digests of the messages that may stand for its answer."""
     tools: list[dict] | None
     prompt_ids: np.ndarray
     completion_ids: np.ndarray
@@ -50,9 +50,9 @@ class Turn:
 
 
 def history_of(messages: Sequence[dict]) -> History:
-    """Returns a digest of every message: of its role, text, images and tool calls.
+    """Returns a digest of every message: role, text, images and tool calls.
 
-    Thoughts, white space around an answer, ids of tool calls, and the order and white space of arguments do not count.
+    Thoughts, white space around an answer, ids of tool calls, and the order and white space of arguments are ignored.
     """
     return tuple(_digest(message) for message in messages)
 
@@ -61,8 +61,8 @@ def answers_of(sampled_text: str, end_text: str, said: ReadText, stop: Sequence[
     """Returns the digests of the messages that may stand for an answer: as it was sampled, and as it was read.
 
     Args:
-        sampled_text: the completion decoded, without the token that ended it.
-        stop: stop strings of the call. OpenAI's API leaves the one that ended an answer out.
+        sampled_text: the decoded completion, without the token that ended it.
+        stop: stop strings of the call. OpenAI's API removes the one that ended an answer.
     """
     texts = {sampled_text, sampled_text + end_text, said.content}
     texts |= {text.partition(end)[0] for text in tuple(texts) for end in stop if end}
@@ -81,7 +81,7 @@ def extend(
     tools: list[dict] | None,
     kwargs: dict[str, Any],
 ) -> tuple[Rendered, Turn] | None:
-    """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None if no turn is continued.
+    """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None: it continues no turn.
 
     Args:
         turns: earlier turns of the rollout, oldest first.
@@ -113,9 +113,9 @@ def _continues(history: History, turn: Turn) -> bool:
 
 
 def _ids_between(renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]) -> np.ndarray | None:
-    """Returns the ids between the turn's last token and the next answer. None if they cannot be told.
+    """Returns the ids between the turn's last token and the next answer. None: the template does not show them.
 
-    ``messages``: the turn's answer, and what follows it.
+    ``messages``: the turn's answer, and the messages after it.
     """
     if isinstance(renderer, FamilyRenderer):
         return renderer.ids_between(turn.prompt_ids, turn.completion_ids, messages, turn.tools, kwargs)
@@ -154,7 +154,7 @@ def _known_answers(answer: dict) -> Iterator[dict]:
 
 
 def _extended(renderer: ChatRenderer, turn: Turn, suffix_ids: np.ndarray, messages: list[dict]) -> Rendered:
-    """Returns the turn's tokens with ``suffix_ids`` after them, which hold the placeholders of the new images."""
+    """Returns the turn's tokens, followed by ``suffix_ids``, which hold the placeholders of the new images."""
     images = images_of(messages)
     added = renderer.with_images("", suffix_ids, images[len(turn.image_spans) :])
     token_ids = np.concatenate((turn.prompt_ids, turn.completion_ids, suffix_ids))
@@ -190,7 +190,7 @@ def _canonical(function: dict) -> str:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """JavaScript writes 1.0 as 1."""
+    """Turns 1.0 into 1, as JavaScript writes it."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Finished conversations as training tokens: every answer exactly as a server would have sampled it after its prompt.
+"""Finished conversations as training tokens: every answer with the tokens that a server would have sampled.
 
 An answer's tokens are encoded apart from its prompt's, as a server samples them after the prompt. A later turn
 continues the same sequence if the template leaves the earlier text as it was.
@@ -17,7 +17,7 @@ from pipelinerl.errors import DomainError
 
 @dataclass
 class AnsweredText:
-    """Tokens of one or more turns, and which of them the assistant says."""
+    """Tokens of one or more turns, and the spans of the assistant's answers."""
 
     text: str = ""
     """Up to the end of the last answer."""
@@ -29,20 +29,20 @@ class AnsweredText:
 
 
 class LeftOutByTemplateError(DomainError):
-    """The chat template does not render something that a conversation holds."""
+    """The chat template leaves out a part of a conversation."""
 
 
 def answered_texts(
     renderer: ChatRenderer, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
 ) -> list[AnsweredText]:
-    """The sequences of a conversation. What comes after its last answer is left out.
+    """Returns the sequences of a conversation, up to its last answer.
 
     Args:
         messages, tools: in OpenAI format.
         kwargs: further variables of the chat template.
     Raises:
         LeftOutByTemplateError: the template leaves out tools, or thoughts or tool calls of an answer.
-        DomainError: it has images, or the template renders an answer in another way than it asks for it.
+        DomainError: it has images, or the template renders an answer other than as a continuation of its prompt.
     """
     if images_of(messages):
         raise DomainError("a conversation to train on has images: only text is supported")
@@ -72,7 +72,7 @@ def answered_texts(
 
 
 def _check_rendered(message: dict[str, Any], answer: str, tools: list[dict], asked: str) -> None:
-    """Refuse what would be lost in silence: an answer without its tool calls teaches the model to say nothing."""
+    """Raises ``LeftOutByTemplateError``: an answer without its tool calls would teach the model to call none."""
     thought = str(message.get("reasoning_content") or "").strip()
     if thought and thought not in answer:
         raise LeftOutByTemplateError("the chat template leaves out the thoughts of an answer")
@@ -84,7 +84,7 @@ def _check_rendered(message: dict[str, Any], answer: str, tools: list[dict], ask
 
 
 def _answer(renderer: ChatRenderer, rendered: str) -> tuple[list[int], int]:
-    """The tokens of a rendered answer up to the one that ends it, and the length of their text."""
+    """Returns the tokens of a rendered answer up to its end token, and the length of their text."""
     token_ids = renderer.encode(rendered).tolist()
     ends = [k for k, token in enumerate(token_ids) if renderer.is_end_token(token)]
     if not ends:
@@ -96,10 +96,10 @@ def _answer(renderer: ChatRenderer, rendered: str) -> tuple[list[int], int]:
 def batch_spans(
     text: AnsweredText, prompt_weight: float, limit: int, weights: Mapping[int, float] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The trained tokens of a text that is cut after ``limit`` tokens.
+    """Returns the trained tokens of a text that is cut after ``limit`` tokens.
 
     Args:
-        prompt_weight: weight of the tokens that the assistant does not say. 0 = they are not trained.
+        prompt_weight: weight of the tokens outside the answers. 0 = they are not trained.
         weights: index of a message → weight of its answer. None: 1 for all.
     Returns:
         (int32 [R, 2] spans, float32 [K] weight of each token in them), both empty without an answer within the limit.

@@ -1,4 +1,4 @@
-"""Renders with the code of a model family in the package `renderers`, as some models publish no chat template."""
+"""Renders with the code of a model family in the package `renderers`, for models without a chat template."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from renderers import Renderer
 
 BY_NAME = ("auto", "default")
-"""Choices of `renderers` that are no family: by the model's name, and the tokenizer's own template."""
+"""Choices of `renderers` that are not a family: by the model's name, and the tokenizer's own template."""
 
 
 class FamilyRenderer(ChatRenderer):
-    """Renders text as a family of `renderers`, such as ``qwen3``, does."""
+    """Renders with a family of `renderers`, such as ``qwen3``."""
 
     def __init__(self, tokenizer: Any, family: str):
         super().__init__(tokenizer)
@@ -27,7 +27,7 @@ class FamilyRenderer(ChatRenderer):
         self._made: dict[bytes, Renderer] = {}
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Makes the family's renderer. Raises ``ConfigError`` as ``family_renderer``."""
+        """Makes the family's renderer. Raises ``ConfigError`` as ``family_renderer`` does."""
         self._renderer(kwargs)
 
     def ids_between(
@@ -38,9 +38,9 @@ class FamilyRenderer(ChatRenderer):
         tools: list[dict] | None,
         kwargs: dict[str, Any],
     ) -> np.ndarray | None:
-        """Returns what stands between an answer and the next one, int32 [N]. None: the family does not continue it.
+        """Returns the ids between an answer and the next one, int32 [N]. None: the family does not continue it.
 
-        ``prompt_ids`` and ``completion_ids`` (int32) are of the call with the answer, and ``messages`` begin with it.
+        ``prompt_ids`` and ``completion_ids`` (int32) belong to the call of the answer, and ``messages`` begin with it.
         """
         bridged = self._renderer(kwargs).bridge_to_next_turn(
             prompt_ids.tolist(), completion_ids.tolist(), _plain(messages)[1:], tools=tools
@@ -64,9 +64,9 @@ class FamilyRenderer(ChatRenderer):
 
 
 def family_renderer(tokenizer: Any, family: str, kwargs: Mapping[str, Any]) -> "Renderer":
-    """Returns the family's code for a tokenizer. Raises ``ConfigError`` as ``check_family``, or for the tokenizer."""
+    """Returns the family's renderer. Raises ``ConfigError`` as ``check_family``, or if the tokenizer does not fit."""
     config = check_family(family, kwargs)
-    import renderers  # is installed, or it was refused
+    import renderers  # is installed, or check_family refuses
 
     try:
         return renderers.create_renderer(tokenizer, config)
@@ -103,7 +103,7 @@ def check_family(family: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _plain(messages: list[dict]) -> list[dict]:
-    """The messages as templates take them. A tool's result has the name of its tool, which some families write."""
+    """Returns messages as templates expect them. A tool's result gets its tool's name, which some families write."""
     import renderers
 
     plain = [plain_message(message) for message in messages]
@@ -112,7 +112,7 @@ def _plain(messages: list[dict]) -> list[dict]:
 
 
 def renderer_of(tokenizer: Any, family: str = "") -> ChatRenderer:
-    """Returns the tokenizer's renderer, of a family of `renderers` if one is named. There is one of each."""
+    """Returns the tokenizer's renderer, or that of a family of `renderers`. They are kept on the tokenizer."""
     known: dict[str, ChatRenderer] | None = getattr(tokenizer, "pipelinerl_renderers", None)
     if known is None:
         known = tokenizer.pipelinerl_renderers = {}

@@ -1,7 +1,7 @@
 """Finds the images of messages and the tokens that stand for them.
 
-A chat template writes one placeholder token per image. The server replaces it by the tokens of the image and answers
-with the prompt that it read. Positions tell the placeholders, because a model can sample their token, too.
+A chat template writes one placeholder token per image. The server replaces it by the tokens of the image, and returns
+the prompt that it read. Placeholders are identified by position, because a model can sample their token, too.
 """
 
 import base64
@@ -30,7 +30,7 @@ EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are decoded."""
 MAX_PIXELS = 64 * 2**20
-"""Pixels of the largest image. A small file can say that it has any number of them."""
+"""Pixels of the largest image, 192 MiB as RGB. A small file can claim any number of them."""
 
 
 def is_image(part: Any) -> bool:
@@ -39,7 +39,7 @@ def is_image(part: Any) -> bool:
 
 
 def images_of(messages: Sequence[dict]) -> tuple[bytes, ...]:
-    """Returns the encoded images of a conversation, in order. Raises ``DomainError`` for one that is not given."""
+    """Returns the encoded images of a conversation, in order. Raises ``DomainError`` for one without data."""
     contents = (message.get("content") for message in messages)
     return tuple(
         image_bytes(part) for content in contents if isinstance(content, list) for part in content if is_image(part)
@@ -47,7 +47,7 @@ def images_of(messages: Sequence[dict]) -> tuple[bytes, ...]:
 
 
 def image_bytes(part: dict) -> bytes:
-    """Returns the encoded image of a content part: the bytes of a PNG or JPEG file, say."""
+    """Returns the encoded image of a content part, such as the bytes of a PNG file."""
     value = part.get(part["type"], part.get("image_url"))
     value = value.get("url") if isinstance(value, dict) else value
     if isinstance(value, bytes) and value:
@@ -67,12 +67,10 @@ def image_bytes(part: dict) -> bytes:
 
 
 def open_image(data: bytes) -> "Image":
-    """Decodes an image to the RGB pixels that vLLM's own routes make of it: upright, on white where it is transparent.
-
-    Of a moving one this is the first picture.
+    """Decodes an image to RGB pixels as vLLM's routes do: upright, white where it is transparent, the first frame.
 
     Raises:
-        ValueError: the data is no image, or it is too large.
+        ValueError: the data is not an image, or it is too large.
     """
     from PIL import Image, ImageOps
 
@@ -95,7 +93,7 @@ def open_image(data: bytes) -> "Image":
 
 
 def _opened(data: bytes) -> "Image":
-    """Reads an image's head. Raises ``ValueError``."""
+    """Reads an image's header. Raises ``ValueError``."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -107,12 +105,12 @@ def _opened(data: bytes) -> "Image":
 
 
 def describe_size(image: "Image") -> str:
-    """Returns a text that stands for a decoded image."""
+    """Returns a text with the size of a decoded image."""
     return f"[image {image.width}×{image.height}]"
 
 
 def describe_image(data: bytes) -> str:
-    """Returns a text that stands for an image, with its width and height."""
+    """Returns a text with the size of an encoded image."""
     try:
         return describe_size(_opened(data))
     except ValueError:
@@ -198,6 +196,6 @@ def _same_text(sent_ids: np.ndarray, sent_spans: np.ndarray, read_ids: np.ndarra
 
 
 def _between(token_ids: np.ndarray, spans: np.ndarray) -> list[np.ndarray]:
-    """The tokens before, between and after the spans."""
+    """Returns the tokens before, between and after the spans."""
     bounds = [0, *spans.ravel().tolist(), len(token_ids)]
     return [token_ids[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]

@@ -1,7 +1,7 @@
-"""Reads what a model said in its sampled text: a thought, tool calls, and the content.
+"""Reads thought, tool calls and content in a model's sampled text.
 
-A call has a name and a JSON object as arguments. A text with anything else stays text, whatever a parser makes of it:
-it is the policy's mistake.
+A call has a name and a JSON object as arguments. If a parser finds anything else, which is the policy's mistake, the
+whole text is content.
 """
 
 import functools
@@ -21,7 +21,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RL_TOOL = "rl_tool"
 LISTED = re.compile(r"<tool_calls>(.*?)(?:</tool_calls>|\Z)", re.DOTALL | re.IGNORECASE)
 MAX_NESTING = 64
-"""Of arguments, objects and lists in each other. Readers of JSON in other languages refuse more."""
+"""Maximum nesting of objects and lists in arguments. JSON readers of other languages refuse more."""
 FINAL = ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]")
 
 
@@ -45,8 +45,8 @@ def reader_of(
     Args:
         tool_parser: "" for Hermes, `rl_tool` for PipelineRL's, otherwise one of vLLM's ``--tool-call-parser``.
         reasoning_parser: "" leaves thoughts in the content, otherwise a name for ``--reasoning-parser``.
-        tools: the prompt's tools in OpenAI format. Without them nothing is read as a call.
-        kwargs: variables of the chat template, which say whether the model thinks.
+        tools: the prompt's tools in OpenAI format. Without them, no calls are read.
+        kwargs: variables of the chat template. They may switch thinking on or off.
     Raises:
         DomainError: vLLM is not installed, or has no parser of this name.
     """
@@ -72,7 +72,7 @@ def reader_of(
 
 
 def checked(read: Reader, name: str) -> Reader:
-    """Returns a reader that leaves a text as it is if ``read`` raises, or takes something for a call that is none."""
+    """Returns a reader that leaves a text unchanged if ``read`` raises or returns an invalid call."""
 
     def read_checked(text: str) -> ReadText:
         try:
@@ -97,7 +97,7 @@ def call_of(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
     """Returns name and arguments of a call. Arguments may be JSON in a string, or missing.
 
     Raises:
-        ValueError: the name is no text, or the arguments are no JSON object that every reader of JSON takes.
+        ValueError: the name is not a text, or the arguments are not a JSON object that readers of all languages take.
     """
     while isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
@@ -117,7 +117,7 @@ def call_of(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
 
 
 def read_plain(text: str) -> ReadText:
-    """Returns the text as content. Used for prompts without tools."""
+    """Returns the text as content, for prompts without tools."""
     return ReadText(text, [])
 
 
@@ -134,9 +134,9 @@ def read_hermes(text: str) -> ReadText:
 
 
 def read_rl_tool(text: str) -> ReadText:
-    """Parses PipelineRL's format: the last ``<tool_calls>[…]``, else calls as bare JSON, one or a list, else Hermes.
+    """Parses PipelineRL's format: the last ``<tool_calls>[…]``, else a bare JSON call or list of calls, else Hermes.
 
-    Of a text with a final response between its marks, that is the content.
+    The content is the final response between its marks, if the text has one.
     """
     marked, is_closed, _ = text.partition(FINAL[0])[2].partition(FINAL[1])
     final = marked.strip() if is_closed else None
@@ -154,7 +154,7 @@ def read_rl_tool(text: str) -> ReadText:
 
 
 def calls_in(text: str) -> list[tuple[str, Any]]:
-    """The calls of a JSON object or list. Empty if the text is no JSON, or an entry is no call."""
+    """Returns the calls in a JSON object or list. Empty: the text is not JSON, or an entry is not a call."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Converts messages to tokens and back: renders whole conversations with a chat template, and caches the newest."""
+"""Renders whole conversations to tokens with a chat template, and caches the newest."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ NO_SPANS = np.empty((0, 2), dtype=np.int32)
 CACHED_PROMPTS = 256
 CACHED_BYTES = 32 * 2**20
 """A few prompts are enough, because the attempts of a group use the same one at about the same time. The limit in
-bytes is for long prompts."""
+bytes keeps long prompts from filling a worker's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class ChatRenderer:
         self._cached_bytes = 0
 
     def prepare(self, kwargs: dict[str, Any]) -> None:
-        """Raises ``ConfigError`` if ``render`` would for these ``kwargs``. A template says so only when it renders."""
+        """Raises ``ConfigError`` if ``render`` would for these ``kwargs``. Templates only fail when they render."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a text that already contains its special tokens."""
@@ -84,12 +84,12 @@ class ChatRenderer:
     def _rendered(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
         images = images_of(messages)
         if images:
-            required_placeholder(self._tokenizer.name_or_path)  # a template of text alone could not render them
+            required_placeholder(self._tokenizer.name_or_path)  # raises for a text model, whose template fails
         text = self.render_text(messages, tools, kwargs, ask=True)
         return self.with_images(text, self.encode(text), images)
 
     def with_images(self, text: str, token_ids: np.ndarray, images: tuple[bytes, ...]) -> Rendered:
-        """Returns a text whose placeholders, one per image, are found."""
+        """Returns a text with its images and the positions of their placeholders, one per image."""
         model = self._tokenizer.name_or_path if images else ""
         return Rendered(text, token_ids, images, placeholder_spans(token_ids, model, len(images)))
 
@@ -113,8 +113,8 @@ class ChatRenderer:
 
 
 def _keep_no_words(backend: Any) -> None:
-    """Disables the cache of the tokenizer's model, which saves no time and keeps the first 10,000 words forever."""
-    # without a split at spaces a word is a whole prompt, of which it keeps 4 KB
+    """Disables the cache of the tokenizer's model, which saves no time and keeps 10,000 words forever."""
+    # Without a split at spaces, a word is a whole prompt, of which the cache keeps 4 KB.
     model = getattr(backend, "model", None)
     resize = getattr(model, "_resize_cache", None)  # BPE and Unigram have one
     if resize is not None:
@@ -130,7 +130,7 @@ def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str,
         return msgspec.msgpack.encode((messages, tools, kwargs))
     except (TypeError, OverflowError) as error:
         for message in messages:
-            images_of([message])  # says it if the value is an image
+            images_of([message])  # raises a clearer error if the value is an image
         raise DomainError(f"a prompt's messages and tools must be plain JSON values: {error}") from error
 
 
@@ -176,7 +176,7 @@ def _plain_tool_call(call: dict) -> dict:
 
 
 def _with_written_arguments(message: dict) -> dict:
-    """Returns the message with its tool calls' arguments as JSON, which DeepSeek's templates join to other text."""
+    """Returns the message with the arguments of its tool calls as JSON text, which DeepSeek's templates expect."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -191,7 +191,7 @@ def _written(arguments: Any) -> str:
 
 
 def template_options(chosen: str | None, variables: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """What a chat template is rendered with: ``llm.chat_template_kwargs``, and the ``chosen`` template if any."""
+    """Returns the options of rendering: ``llm.chat_template_kwargs``, and the ``chosen`` template if any."""
     template = {} if chosen is None else {"chat_template": chosen_template(chosen, tokenizer.chat_template)}
     return {**variables, **template}
 
@@ -204,7 +204,7 @@ def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
         known: the tokenizer's template, or all of them by name.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``chosen`` is neither a file nor a name.
     """
     named = known if isinstance(known, dict) else {}
     if chosen in named:

@@ -1,4 +1,4 @@
-"""Compares two models' vocabularies: a teacher scores the policy's token ids, which must mean the same to it."""
+"""Compares vocabularies: a teacher scores the policy's token ids, so an id must stand for the same token in both."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,12 +6,12 @@ from pipelinerl.errors import ConfigError
 
 
 def check_same_vocabulary(policy: str, others: Iterable[str], *, trust_remote_code: bool = False) -> None:
-    """Refuse models to which a token id of the policy means something else, or nothing.
+    """Refuses models in which a token id of the policy stands for another token, or for none.
 
     Args:
         policy, others: folders or Hugging Face names. The others score the policy's tokens.
     Raises:
-        ConfigError: with the first token in which they differ.
+        ConfigError: names the first token that differs.
     """
     wanted = sorted(set(others) - {policy})
     if not wanted:
@@ -31,7 +31,7 @@ def check_same_vocabulary(policy: str, others: Iterable[str], *, trust_remote_co
 
 
 def vocabulary_difference(policy: Mapping[str, int], other: Mapping[str, int]) -> str | None:
-    """The first token of the policy that another id stands for in the other vocabulary, and how many there are."""
+    """Returns a text with the first differing token and the number of differing tokens. None: there is none."""
     texts = {number: text for text, number in other.items()}
     wrong = sorted((number, text) for text, number in policy.items() if texts.get(number) != text)
     if not wrong:

@@ -1,4 +1,4 @@
-"""What a row's columns hold: a question as text or messages, an answer as text. A row with anything else is left out.
+"""Reads the question (text or messages) and the answer (text) of a row. A row with anything else is left out.
 
 A column's name may be dotted (`reward_model.ground_truth`): the parts behind a dot are keys of objects, which may be
 JSON text, or places in lists. Rows of verl, TRL, verifiers and OpenAI need no names at all (docs/guides/your-data.md).
@@ -18,9 +18,9 @@ QUESTIONS = ("question", "problem", "prompt", "messages", "task")
 """Usual columns of a question. `task` is the last, because some data sets name the kind of task there."""
 ANSWERS = ("answer", "solution", "completion", "reward_model.ground_truth")
 IMAGES = re.compile(r"(?:decoded_)?(?:image|video|audio)s?(?:_\d+|_(?:url|path)s?)?", re.IGNORECASE)
-"""Usual columns of images and sounds. Text-only domains leave rows out in which one of them holds something."""
+"""Usual columns of images and sounds. A row with one of them filled is left out, because only text is sent."""
 IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
-"""The mark of an image in a text: that of LLaVA and verl, or Markdown's."""
+"""An image within a text, as LLaVA and verl mark it, or as Markdown does."""
 IMAGE_PART = re.compile("image|video|audio")
 """Types of the parts of a message that are not text."""
 HAS_IMAGES = "it has images, videos or sounds, and only text is sent"
@@ -30,7 +30,7 @@ CHOICES = ("choices", "options")
 """Usual columns of the choices of a question."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HOLDS = {"content", "tool_calls", "function_call"}
-"""Keys of which a message has one at least."""
+"""A message has at least one of these keys."""
 
 Messages = list[dict[str, Any]]
 MISSING = object()
@@ -40,10 +40,10 @@ def checked_columns(columns: Mapping[str, str] | None, fields: Sequence[str]) ->
     """Returns the columns that the configuration names.
 
     Args:
-        columns: field → column. None: none is named.
-        fields: those that the domain reads.
+        columns: field → column.
+        fields: the fields that the domain reads.
     Raises:
-        DomainError: another field, or a column that is no text. It would have no effect.
+        DomainError: a field that the domain does not read, or a column's name that is not a text.
     """
     named = columns or {}
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
@@ -54,13 +54,13 @@ def checked_columns(columns: Mapping[str, str] | None, fields: Sequence[str]) ->
 
 
 def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: str) -> tuple[str, Any]:
-    """Returns the column of one field, and what the row holds there.
+    """Returns the name and the value of the column of one field.
 
     Args:
         row: column → value.
         name: the column that the configuration names. None: the first of ``usual`` that exists.
         usual: common names of the column.
-        what: name of the field in ``dataset_loader_params.columns``, for the message.
+        what: the field in ``dataset_loader_params.columns``, for the message.
     Raises:
         UnusableRow: the row has no such column.
     """
@@ -75,7 +75,7 @@ def column(row: dict[str, Any], name: str | None, usual: Sequence[str], what: st
 
 
 def found_column(row: dict[str, Any], name: str | None, usual: Sequence[str]) -> tuple[str, Any] | None:
-    """The name and the value of the first column that the row has."""
+    """Returns the name and the value of the first column that the row has."""
     for candidate in (name,) if name else usual:
         value = row.get(candidate, MISSING)
         value = inside(row, candidate) if value is MISSING else value
@@ -85,7 +85,7 @@ def found_column(row: dict[str, Any], name: str | None, usual: Sequence[str]) ->
 
 
 def inside(value: Any, dotted: str) -> Any:
-    """The value behind a dotted name, or `MISSING`."""
+    """Returns the value behind a dotted name, or `MISSING`."""
     for part in dotted.split("."):
         if isinstance(value, str):
             try:
@@ -102,12 +102,8 @@ def inside(value: Any, dotted: str) -> Any:
 
 
 def question_of(row: dict[str, Any], name: str | None, usual: Sequence[str] = QUESTIONS) -> str | Messages:
-    """Returns a row's question: a text, or the messages up to the policy's turn.
+    """Returns a row's question: a text, or the messages up to the policy's turn. Arguments as for `column`.
 
-    Args:
-        row: column → value.
-        name: the column that the configuration names. None: the first of ``usual`` that exists.
-        usual: common names of the column.
     Raises:
         UnusableRow: there is no such column, it holds neither a text nor messages, or the question has images or lacks
             its choices.
@@ -137,10 +133,10 @@ def question_of(row: dict[str, Any], name: str | None, usual: Sequence[str] = QU
 
 
 def answer_of(row: dict[str, Any], name: str | None) -> str:
-    """Returns a row's answer as text. Of a conversation it is the last message, which must be the assistant's.
+    """Returns a row's answer as text. In a conversation, the answer is the last message, which must be the assistant's.
 
     Raises:
-        UnusableRow: there is no such column, or its value is no answer.
+        UnusableRow: there is no such column, or it holds neither a text nor a number.
     """
     found = found_column(row, name, ANSWERS)
     if found is None and not name:
@@ -172,7 +168,7 @@ def messages_in(value: Any, key: str) -> Messages:
     """Returns messages with role and text. Keys without a value, which Parquet adds, are left out.
 
     Raises:
-        UnusableRow: the value is no list of messages, or one holds something else than text.
+        UnusableRow: the value is not a list of messages, or a message holds more than text.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise UnusableRow("neither a text nor a list of messages", f"column `{key}` is {shown(value)}")
@@ -200,7 +196,7 @@ def messages_in(value: Any, key: str) -> Messages:
 
 
 def messages_of_text(text: str) -> list[dict[str, Any]] | None:
-    """Returns the messages that a text holds as JSON, as in a CSV. None: it is another text, such as another list."""
+    """Returns the messages that a text holds as JSON, as in a CSV. None: the text is not a list of messages."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -225,14 +221,14 @@ def refuse_surrogates(key: str, *texts: str) -> None:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a cell, or one within its lists and objects, holds something. False and 0 are nothing."""
+    """Whether a cell, or a value inside its lists and objects, is neither missing, False nor 0."""
     if isinstance(value, dict):
         return any(map(is_filled, value.values()))
     return any(map(is_filled, value)) if isinstance(value, list) else bool(value) and not is_unusable(value)
 
 
 def leaves(value: Any) -> list[Any]:
-    """What lists and objects hold, at any depth."""
+    """Returns the values inside lists and objects, at any depth."""
     parts = value.values() if isinstance(value, dict) else value
     return [leaf for part in parts for leaf in leaves(part)] if isinstance(value, dict | list) else [value]
 

@@ -1,6 +1,6 @@
 """The contract of a domain: an async rollout function and a loader of problems, both named in the configuration.
 
-The launcher uses this module to try a domain before the start, and the actor uses it to load the domain in the run.
+The launcher uses this module to try a domain before the start, and the actor to load it.
 """
 
 import inspect
@@ -31,7 +31,7 @@ class Domain:
 
     section: DomainSection
     several: bool
-    """Whether it is an entry of `domains`. If not, it is the single domain of the top-level keys."""
+    """Whether it is an entry of `domains`. False: the single domain of the top-level keys."""
     subset: SubsetSection | None = None
     """`train_subset`."""
 
@@ -42,9 +42,10 @@ class Domain:
         return f"actor.{name}" if name == "rollout_policy" else name
 
     def rollout(self) -> Callable[..., Any]:
-        """Imports the rollout function. Raises ``DomainError`` if it is not async or does not take its four arguments.
+        """Imports the rollout function.
 
-        They are cfg, llm, problem and session, by position.
+        Raises:
+            DomainError: it cannot be imported, is not async, or does not take (cfg, llm, problem, session) by position.
         """
         key, dotted = self.key("rollout_policy"), self.section.rollout_policy
         function = import_named(key, dotted)
@@ -60,11 +61,11 @@ class Domain:
 
         Args:
             names: data sets to load.
-            needed_for: configuration key of the names, if the run cannot do without problems. Empty: it can.
+            needed_for: configuration key of the names, if the run needs problems. Empty: it does not.
         Raises:
             DomainError: the loader cannot be imported or called.
-            DatasetError: it raises, or returns anything but dicts. Its names are those of the data set that it could
-                not use. They are all names where it does not say which, and none for an error of the machine.
+            DatasetError: it raises, or returns anything but dicts. ``names`` holds the data set that it could not use,
+                all data sets if it does not say which, and none for an error of the machine.
         """
         key, dotted = self.key("dataset_loader"), self.section.dataset_loader
         given = self.section.dataset_loader_params
@@ -97,7 +98,7 @@ class Domain:
         return problems
 
     def _check_free_of_secrets(self, problems: Sequence[Problem], names: Mapping[str, str]) -> None:
-        """Raises ``DomainError`` if the loader puts a value of its parameters' references into a problem."""
+        """Raises ``DomainError`` if a problem holds the value of an environment variable that the parameters name."""
         for index, problem in enumerate(problems if names else ()):
             told = repr(problem)
             for name in names.values():
@@ -123,7 +124,7 @@ class Domain:
         return self.problems(names) if names else []
 
     def check_keys(self, rollout: Callable[..., Any], problems: Sequence[Problem]) -> None:
-        """Raises ``DomainError`` if a problem lacks a key of `required_problem_keys` of the function or its module."""
+        """Raises ``DomainError`` if a problem lacks a key in `required_problem_keys` of the function or its module."""
         module = sys.modules.get(getattr(rollout, "__module__", ""), None)
         required: tuple[str, ...] = getattr(rollout, "required_problem_keys", ())
         required = required or getattr(module, "required_problem_keys", ())
@@ -138,7 +139,7 @@ class Domain:
 
 
 def cfg_of_domains(container: Mapping[str, Any]) -> DictConfig:
-    """Returns a plain configuration as rollout functions get it: references have values, keys all their names."""
+    """Returns a plain configuration as rollout functions get it: with values for references, and keys by all names."""
     env = {name: re.sub(r"(\\*)\$\{", r"\1\1\\${", value) for name, value in os.environ.items()}  # no interpolations
     return with_both_spellings(OmegaConf.create(with_other_names(with_values(container, env))))
 
@@ -182,9 +183,9 @@ def check_call(
     Args:
         key: configuration key that names the function, for the message.
         dotted: the function's dotted name, for the message.
-        function: the function. One whose signature cannot be read passes.
-        args: names of what it will be called with by position.
-        kwargs: what it will be called with by name.
+        function: passes if its signature cannot be read.
+        args: names of the positional arguments.
+        kwargs: the keyword arguments.
         kwargs_key: configuration key of ``kwargs``, for the message.
     Raises:
         DomainError: the signature does not fit. The message shows it.

@@ -1,7 +1,4 @@
-"""Count how often a letter occurs in a word: one question with one number as answer.
-
-Words are invented from a seed. A word's spelling decides its part, so train and test share none.
-"""
+"""Count how often a letter occurs in a word, which is invented from a seed. Train and test share no word."""
 
 import re
 from random import Random

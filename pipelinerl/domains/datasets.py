@@ -1,4 +1,4 @@
-"""Loads problems: reads Hugging Face data sets and local files row by row, or generates problems from a seed.
+"""Reads rows of Hugging Face data sets and local files one by one, and generates problems from a seed.
 
 A dataset on the Hugging Face hub is named by ``<name>[:<config>][@<split>]``, as ``openai/gsm8k:main@train``. Others
 are files, patterns of files and folders: ``data/train.jsonl``, ``data/*.parquet``, ``problems.csv.gz``, ``data/``. An
@@ -34,7 +34,7 @@ NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
 FORM = re.compile(rf"(?=\.(?P<form>[a-z]+)){DATA_ENDING}$", re.IGNORECASE)
 DATA_ENDINGS = ".jsonl, .ndjson, .json, .csv or .tsv (or one of them and .gz), .parquet or .arrow"
 HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What the library `datasets` writes beside data."""
+"""Files that the library `datasets` writes beside the data."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 TOO_MANY = "cells behind the last column"
 
@@ -42,10 +42,7 @@ Problem = dict[str, Any]
 
 
 def is_held_out(content: str) -> bool:
-    """Whether a generated problem belongs to ``test``. Its content decides, so no problem is in both parts.
-
-    About one problem in ten is held out.
-    """
+    """Whether a generated problem belongs to ``test``, as one in ten does. The content decides, so the parts differ."""
     return zlib.crc32(content.encode()) % HELD_OUT_EVERY == 0
 
 
@@ -65,12 +62,12 @@ def generate_problems(
     Args:
         domain: name of the domain, for error messages.
         dataset_names: ``train``, ``test``, or names of data sets to read.
-        draw: (random numbers, whether to draw a held-out problem) → a problem, or None if there are no more.
+        draw: (random numbers, whether to draw a held-out problem) → a problem, or None if all were drawn.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
         seed: of ``train``. ``test`` is the same for every seed.
         read: (row, index) → a problem. Raises `UnusableRow`. None: the domain only has generated problems.
-        max_left_out: of the rows that are read (``pipelinerl.domains.rows``).
+        max_left_out: as in `rows.load_usable`.
     """
     problems: list[Problem] = []
     for name in dataset_names:
@@ -134,9 +131,9 @@ def local_rows(name: str, path: str, part: str) -> Iterator[Any]:
     """Yields the rows of a file, of a folder, or of the files that a pattern matches.
 
     Args:
-        name: of the data set, for messages.
-        path: of the file or folder, or a pattern.
-        part: what stands behind the path.
+        name: the data set, for messages.
+        path: a file, a folder or a pattern.
+        part: the text behind the path, such as ``@train``.
     Raises:
         DomainError: there is no such file or part, or a folder has files of several forms.
     """
@@ -155,15 +152,15 @@ def local_rows(name: str, path: str, part: str) -> Iterator[Any]:
 
 
 def folder_files(name: str, folder: Path, split: str) -> list[Path]:
-    """Returns the data files of a folder and of its subfolders. Others are logged.
+    """Returns the data files of one split in a folder and its subfolders, and logs the files that are left out.
 
-    Where files are named after splits (``data/test-0.parquet``), those of one split are returned. Files whose names
-    begin with a dot or an underscore, and the Hub's notes about a data set, do not count.
+    A split is found in the names of the files (``data/test-0.parquet``). Files whose names begin with a dot or an
+    underscore, and the Hub's notes about a data set, are ignored.
 
     Args:
-        name: of the data set, for messages.
+        name: the data set, for messages.
         folder: with files of one form.
-        split: empty: ``train``, or the only one.
+        split: empty: ``train``, or the only split.
     Raises:
         DomainError: there is no data file, or none of this split, or there are files of several forms.
     """
@@ -186,22 +183,22 @@ def folder_files(name: str, folder: Path, split: str) -> list[Path]:
 
 
 def split_of(path: Path) -> str:
-    """Returns the split that the path of a file names, as on the Hub. A file that names none belongs to ``train``."""
+    """Returns the split that a file's path names, as on the Hub. A path without a split belongs to ``train``."""
     words = re.split(r"[^A-Za-z]+", str(path).lower())
     return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def form_of(path: Path) -> str:
-    """Returns the form of a data file by its ending, such as ``jsonl``. Empty: it is none."""
+    """Returns the form of a data file by its ending, such as ``jsonl``. Empty: it is not a data file."""
     match = FORM.search(path.name)
     form = "" if match is None else match["form"].lower()
     return "jsonl" if form == "ndjson" else form
 
 
 def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
-    """Yields the rows of a local file one at a time.
+    """Yields the rows of a local file one at a time. ``split``: which part of a ``.json`` file that holds several.
 
-    A ``.json`` file with one list or object is read whole. ``split`` is read of one that holds several.
+    A ``.json`` file with one list or object is read whole.
     """
     form = form_of(file)
     if form in ("parquet", "arrow"):
@@ -244,9 +241,9 @@ def refuse_repeated(columns: Sequence[str], file: Path) -> None:
 
 
 def without_nulls_within(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes the keys that a table gives to an object because another row's has them. A column without a value stays.
+    """Removes null keys inside objects: a table adds them where another row's object has the key. Columns stay.
 
-    A null that the row's author wrote looks the same in a table, so it goes as well.
+    A null that the row's author wrote looks the same in a table, so it is removed as well.
     """
 
     def without(value: Any) -> Any:
@@ -258,13 +255,13 @@ def without_nulls_within(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_extra_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes the columns of a row that has more cells than columns: nobody knows which cell belongs to which."""
+    """Removes all columns of a row that has more cells than columns, since the cells cannot be assigned to columns."""
     extra = row.pop(TOO_MANY, ())
     return {TOO_MANY: extra} if any(extra) else row
 
 
 def has_json_lines(stream: TextIO) -> bool:
-    """Whether a file holds an object in a line, and something behind it. Leaves the stream at its start."""
+    """Whether a file begins with a line that is an object, and goes on. Leaves the stream at its start."""
     lines = (line for line in stream if line.strip())
     try:
         return isinstance(parse(next(lines, "")), dict) and next(lines, None) is not None

@@ -1,7 +1,6 @@
 """One rollout function for problems of several domains, as in PipelineRL. A problem's `domain` selects the function.
 
-Each domain's share of the training follows from the problems that the loader returns. Use this function for loaders
-that already mix domains. To mix domains by weight, use `domains` of the configuration instead.
+Use it with a loader that already mixes domains. To mix domains by weight, use `domains` of the configuration instead.
 """
 
 import inspect
@@ -20,7 +19,7 @@ _registered: dict[str, str] = {}
 
 
 def register_domain_rollout(domain: str, target: str) -> None:
-    """Registers a domain's rollout function in this process. It takes precedence over the configuration's.
+    """Registers a domain's rollout function in this process. It takes precedence over `actor.domain_rollouts`.
 
     Args:
         domain: value of the problems' `domain`.
@@ -36,7 +35,7 @@ def register_domain_rollout(domain: str, target: str) -> None:
 async def generate_multidomain_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """Runs the rollout function of the problem's domain. A problem without one is of the run's environment.
+    """Runs the rollout function of the problem's domain. Without a domain, the key of the run's environment is used.
 
     Raises:
         DomainError: the problem names no domain, or one without a rollout function.

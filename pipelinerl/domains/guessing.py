@@ -1,7 +1,6 @@
 """A game of many turns: guess a hidden number, and learn after each guess whether it is higher or lower.
 
-A game is played as ONE growing conversation, so that its turns extend each other into one training sequence. Up to
-``SMALL`` numbers, train and test are the same, because the skill to learn is the search and not the numbers.
+A game is ONE growing conversation, so its turns extend each other into one training sequence.
 """
 
 import re
@@ -17,6 +16,7 @@ from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 SMALL = 64
+"""Up to this many numbers, train and test are the same: the policy learns the search, not the numbers."""
 HELD_OUT_EVERY = 4
 """With more than ``SMALL`` numbers, every fourth one is held out for ``test``."""
 
@@ -35,7 +35,7 @@ def load_problems(
     """Makes the problems ``{"dataset", "answer", "max_number", "max_turns"}`` of the named parts.
 
     Args:
-        dataset_names: any of ``train`` (each of its numbers once) and ``test`` (cycles through its numbers).
+        dataset_names: any of ``train`` (each number once) and ``test`` (cycles through its numbers).
         max_number: the hidden number is one of 1 … max_number.
         max_turns: maximum number of guesses in a game.
         num_test_problems: size of ``test``.
@@ -64,7 +64,7 @@ def instructions(max_number: int) -> str:
 
 
 def feedback(guess: int, relation: str) -> str:
-    """Returns the message after a guess. ``relation`` of the hidden number to the guess is "higher" or "lower"."""
+    """Returns the message after a guess. ``relation``: whether the hidden number is "higher" or "lower"."""
     return f"The number is {relation} than {guess}."
 
 
@@ -90,17 +90,15 @@ required_problem_keys = ("answer", "max_number", "max_turns")
 async def play(
     llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> tuple[list[LLMCall], GameOutcome]:
-    """Plays one game to its end. Returns the calls and the outcome.
-
-    An answer that the token limit cut is "broken", even with a guess in it. Otherwise tokens after the guess cost
-    nothing, and an entropy bonus alone teaches the player to fill every answer with noise up to the limit.
-    """
+    """Plays one game to its end. Returns the calls and the outcome."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(problem["max_number"])}]
     calls: list[LLMCall] = []
     for _ in range(problem["max_turns"]):
         calls.append(await llm_async_generate(llm, Prompt(messages=list(messages)), session))
         said = calls[-1].output.content or ""
         was_cut = calls[-1].llm_info["finish_reason"] == "length"
+        # A cut answer counts as broken, even with a guess in it: if tokens after the guess cost nothing, an entropy
+        # bonus teaches the player to fill every answer up to the limit with noise.
         guess = None if was_cut else parse_guess(said)
         if guess is None:
             return calls, "broken"

@@ -1,6 +1,6 @@
 """JSON of data sets and programs, whose integers may have any number of digits.
 
-Python converts no integer of more than 4,300 digits, because that takes quadratic time. Here it stays text.
+Python refuses to convert more than 4,300 digits, because that takes quadratic time. Such an integer stays text here.
 """
 
 import json
@@ -35,5 +35,5 @@ def parse(text: str, **options: Any) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Encodes as JSON what `parse` returned."""
+    """Encodes a value of `parse` as JSON."""
     return MARKED.sub(r"\1", json.dumps(value))

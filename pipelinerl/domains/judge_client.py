@@ -1,8 +1,7 @@
 """Asks the judges of the configuration (`judges`): a language model for an opinion, or a reward model for a number.
 
-A judge is a server of the run or any URL with OpenAI's API. The same question, answer and reference get the same
-verdict: it is kept, and equal questions under way wait for one. A judge that is unreachable, late, or says anything but
-a verdict raises ``VerifierError``: the attempt is repeated and counted, and there is never a reward for it.
+A judge is a server of the run or any URL with OpenAI's API. Verdicts are cached, and equal questions under way share
+one. A judge that is unreachable, late, or answers without a verdict raises ``VerifierError``, never a reward.
 """
 
 import asyncio
@@ -44,17 +43,17 @@ from pipelinerl.records.verdicts import Verdict
 T = TypeVar("T")
 CHAT_PATH = "/v1/chat/completions"
 SERVED_NAME = "reference"
-"""Name of the model of every server of the run beside the policy's."""
+"""Model name at the run's own servers, except the policy's."""
 MISCONFIGURED = (401, 403, 404)
-"""Statuses of an address, a model or a key that will not be better next time."""
+"""Statuses for a wrong address, model or key: a repetition cannot help."""
 WORTH_REPEATING = (408, 429)
-"""Statuses below 500 that may be better next time."""
+"""Statuses below 500 for which a repetition can help."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 DEFAULT_PATIENCE_S = 30.0
 MAX_KEPT = 100_000
-"""Verdicts that a client keeps, the newest."""
+"""Newest verdicts that a client keeps: some 100 MB, since a detail has at most `MAX_REASON_CHARS`."""
 TRIES = 2
-"""A vote that is no verdict is asked for once more."""
+"""Requests for one vote. A model that missed the format once may follow it the second time."""
 
 
 class _JudgeMessage(msgspec.Struct):
@@ -83,22 +82,22 @@ _chat_answer, _classes = msgspec.json.Decoder(_JudgeAnswer), msgspec.json.Decode
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A verdict that is being asked for."""
+    """A request for a verdict, under way."""
 
     task: asyncio.Task[Verdict]
     waiting: int = 0
-    """How many wait for it."""
+    """Number of callers that wait for it."""
 
 
 class JudgeClient:
     """A client of one judge. ``judge_of`` makes one per process.
 
     Args:
-        judge: its part of the configuration.
+        judge: its entry in the configuration.
         urls: base URLs of its servers.
         key: bearer token of requests. Empty: none.
-        patience_s: how long a request is repeated after a failure. A server of the run may still be starting.
-        run_secret: key of the marks around answers. None: one of this process.
+        patience_s: how long a failing request is repeated, in seconds. A server of the run may still be starting.
+        run_secret: key of the marks around answers. None: a random one for this process.
 
     Example:
         >>> # verdict = await judge_of(cfg, "helpful").check(session, "Why is the sky blue?", answer)
@@ -123,7 +122,7 @@ class JudgeClient:
         self._under_way: dict[bytes, _UnderWay] = {}
         self._takes_schema = True
         self.num_calls = 0
-        """Requests sent so far, with those that were repeated."""
+        """Requests sent so far, repetitions included."""
 
     async def check(
         self, session: aiohttp.ClientSession, question: str | Messages, answer: str, reference: str = ""
@@ -132,15 +131,15 @@ class JudgeClient:
 
         Args:
             session: HTTP session of the rollout.
-            question: what was answered, a text or messages. It is trusted: what the policy said in earlier turns
-                belongs into ``answer``.
+            question: a text or messages. It is trusted: put the policy's earlier turns into ``answer``.
             answer: the model's output.
             reference: a right answer or criteria, if the problem has them.
         Returns:
-            ``score`` is the judge's over its best one, or the reward model's number. ``correct``: it is the best.
+            A verdict with ``score``, the judge's score divided by its best one, or the reward model's number. The
+            status is ``correct`` for the best score, else ``wrong``.
         Raises:
-            VerifierError: no verdict could be had.
-            DomainError: ``max_calls`` are spent, or the address, the model or the key is wrong.
+            VerifierError: the judge gave no verdict.
+            DomainError: ``max_calls`` is used up, or the address, the model or the key is wrong.
         """
         answer = answer.encode("utf-8", "backslashreplace").decode()
         name = hashlib.sha256(msgspec.msgpack.encode((question, answer, reference))).digest()
@@ -154,7 +153,7 @@ class JudgeClient:
         return await self._wait(name)
 
     async def _wait(self, name: bytes) -> Verdict:
-        """Waits for a verdict under way. If the last one that waits for it is cancelled, it ends."""
+        """Waits for a verdict under way, and cancels it when its last waiting caller is cancelled."""
         verdict = self._under_way[name]
         verdict.waiting += 1
         try:
@@ -162,7 +161,7 @@ class JudgeClient:
         finally:
             verdict.waiting -= 1
             if not verdict.waiting and not verdict.task.done():
-                del self._under_way[name]  # before it has ended: who asks now asks anew
+                del self._under_way[name]  # at once, so that the next caller starts a new request
                 verdict.task.cancel()
 
     def _keep(self, name: bytes, task: asyncio.Task[Verdict]) -> None:
@@ -213,7 +212,7 @@ class JudgeClient:
         raise VerifierError(f"judge {judge.name} said no verdict in {TRIES} tries, the last time: {said[:500]}")
 
     async def _number(self, session: aiohttp.ClientSession, question: str | Messages, answer: str) -> float:
-        """The one logit of a reward model, without its activation."""
+        """Returns the logit of a reward model, without its activation."""
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
         text = without_control_tokens(answer[: self._judge.max_answer_chars])
         request = {
@@ -234,7 +233,7 @@ class JudgeClient:
     async def _ask(
         self, session: aiohttp.ClientSession, request: dict[str, Any], schema: dict[str, Any] | None = None
     ) -> bytes:
-        """Sends one request. A server that takes it only without the schema is then asked without it."""
+        """Sends one request. If the server refuses the schema, this and all later requests go without it."""
         async with self._slots:
             if schema is not None and self._takes_schema:
                 try:
@@ -246,9 +245,11 @@ class JudgeClient:
             return await self._send(session, request)
 
     async def _send(self, session: aiohttp.ClientSession, request: dict[str, Any]) -> bytes:
-        """Asks the least loaded server, and after a failure one that has not failed, until one answers.
+        """Asks the least loaded server, and after a failure another one, until the patience has passed.
 
-        A request that takes too long is not sent again. What cannot be sent is, until the patience has passed.
+        Raises:
+            VerifierError: no answer in time. A request that times out is not repeated.
+            DomainError: the address, the model or the key is wrong.
         """
         body, failed = msgspec.json.encode(request), set[str]()
         deadline, delay = time.monotonic() + self._patience_s, FIRST_DELAY_S
@@ -290,7 +291,7 @@ class JudgeClient:
             delay = min(2 * delay, LONGEST_DELAY_S)
 
     def _count_call(self) -> None:
-        """Counts a request that is about to be sent. A repeated one costs as much as the first."""
+        """Counts a request before it is sent, repetitions included. Raises ``DomainError`` after `judges.max_calls`."""
         if self._judge.max_calls is not None and self.num_calls >= self._judge.max_calls:
             raise DomainError(
                 f"judge {self._judge.name}: this worker has asked {self.num_calls} times, as often as "
@@ -300,7 +301,7 @@ class JudgeClient:
 
 
 async def all_of(awaited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results in their order. If one fails, the others are cancelled, and its error is raised."""
+    """Returns the results in order. Raises the first error, and cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in awaited]
     try:
         return await asyncio.gather(*tasks)
@@ -310,11 +311,11 @@ async def all_of(awaited: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _RefusedError(VerifierError):
-    """The server does not take this request."""
+    """The server refuses this request."""
 
 
 def address_of(kind: str, url: str) -> str:
-    """Where a judge is asked: `url` is what OpenAI's clients take, such as https://api.openai.com/v1."""
+    """Returns the URL of requests. ``url`` is written as for OpenAI's clients: https://api.openai.com/v1."""
     base = url.rstrip("/")
     if kind == "reward":
         return base.removesuffix("/v1") + "/classify"
@@ -322,7 +323,7 @@ def address_of(kind: str, url: str) -> str:
 
 
 def agreed(scores: Sequence[int], *, by_majority: bool) -> float:
-    """The mean of the votes, or the most frequent one. Of several that are equally frequent it is the lowest."""
+    """Returns the mean of the votes, or the most frequent one. A tie goes to the lowest."""
     if not by_majority:
         return sum(scores) / len(scores)
     counts = Counter(scores)
@@ -335,14 +336,14 @@ def _verdict(score: float, *, best: float, detail: str = "") -> Verdict:
 
 _clients: dict[tuple[str, ...], JudgeClient] = {}
 _resolved: tuple[DictConfig | None, dict[str, JudgeClient]] = None, {}
-"""The newest configuration and the judges that were found in it. A worker passes the same one to every rollout."""
+"""The newest configuration and its judges. A worker passes the same configuration to every rollout."""
 
 
 def judge_of(cfg: DictConfig, name: str) -> JudgeClient:
     """Returns the client of a judge of the configuration. There is one per process.
 
     Raises:
-        DomainError: `judges` has none of this name, or it has no server.
+        DomainError: `judges` has no judge of this name, or it has no server.
     """
     global _resolved
     if _resolved[0] is not cfg:

@@ -1,13 +1,11 @@
-"""What a judge in words reads, and what counts as its verdict. Pure.
+"""Writes the prompt of a language model that judges, and reads its verdict. Pure.
 
-Whoever is judged writes the answer, and may write it to the judge. The judge's prompt holds it as data:
+An answer may try to instruct the judge, so the prompt holds it as data:
 
-- It stands between two lines with a mark. The mark is a keyed hash of question and answer: no answer can hold its own.
-- What chat templates take for the end of a message (`<|im_end|>`, `</s>`, `[/INST]`, …) is broken by a space.
-- It is cut at a length, and the judge is told so outside the marks.
-- What the judge must do is said before the answer and again behind it.
-
-A verdict is read from the judge's own output alone, which must be one JSON object of a fixed form.
+- It stands between two lines with a mark, a keyed hash of question and answer, which no answer can contain.
+- Texts that may end a message in a chat template (`<|im_end|>`, `</s>`, `[/INST]`, …) are broken by a space.
+- Longer answers are truncated, and the prompt says so outside the marks.
+- The instructions stand before the answer and again behind it.
 """
 
 import hashlib
@@ -44,23 +42,23 @@ Judge the answer between the marks. Reply with the JSON object alone."""
 PLACES = re.compile(r"\{(question|reference|answer)\}")
 NO_REFERENCE = "none is given"
 CONTROL = re.compile(r"[<＜﹤](?=[^\s\d<=])|[\[［](?=[/／]?[A-Za-zＡ-Ｚａ-ｚ_＿]+[\]］])")
-"""The first character of what may be a control token of a chat template."""
+"""First character of a possible control token of a chat template."""
 MAX_REASON_CHARS = 400
 
 
 def without_control_tokens(text: str) -> str:
-    """The text with a space behind the first character of everything that may be a control token."""
+    """Returns the text with a space behind the first character of every possible control token."""
     return CONTROL.sub(lambda found: found[0] + " ", text)
 
 
 def mark_of(secret: bytes, question: str, answer: str) -> str:
-    """The line before and behind an answer: the same for the same question and answer, and unknown to its author."""
+    """Returns the line before and behind an answer. It depends on both texts, and their author cannot know it."""
     digest = hmac.new(secret, msgspec.msgpack.encode((question, answer)), hashlib.sha256)
     return f"=== {digest.hexdigest()[:24]} ==="
 
 
 def as_text(question: str | Messages) -> str:
-    """A question as one text. Messages follow each other with their roles."""
+    """Returns a question as one text: messages one after the other, with their roles."""
     if isinstance(question, str):
         return question
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in question)
@@ -77,16 +75,16 @@ def judge_messages(
     max_chars: int,
     secret: bytes,
 ) -> Messages:
-    """Builds what the judge is asked.
+    """Builds the judge's prompt.
 
     Args:
-        question: what was answered. It is trusted, as the reference is.
-        answer: what is judged. It is not.
+        question: trusted, as the reference is.
+        answer: the judged answer, which is not trusted.
         reference: a right answer or criteria of the problem. Empty: none.
-        rubric: what counts.
+        rubric: the criteria for all answers.
         template: the user's message, with places {question}, {reference} and {answer}. None: ``TEMPLATE``.
         levels: the best score.
-        max_chars: longest part of the answer that the judge reads, from its beginning.
+        max_chars: the prompt holds this many characters of the answer, from its beginning.
         secret: key of the mark.
     """
     mark = mark_of(secret, question, answer)
@@ -100,14 +98,14 @@ def judge_messages(
 
 
 class Opinion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a judge says in one vote."""
+    """One vote of a judge."""
 
     reason: str
     score: int
 
 
 def opinion_schema(levels: int) -> dict[str, Any]:
-    """`response_format` of a request, for servers that decode by a schema."""
+    """Returns the `response_format` of a request, for servers that decode by a schema."""
     properties = {
         "reason": {"type": "string", "maxLength": MAX_REASON_CHARS},
         "score": {"type": "integer", "enum": list(range(levels + 1))},
@@ -117,10 +115,10 @@ def opinion_schema(levels: int) -> dict[str, Any]:
 
 
 def read_opinion(output: str, levels: int) -> Opinion:
-    """Reads a judge's whole output. Thoughts before it end with `</think>`.
+    """Reads a judge's whole output: thoughts that end with `</think>`, then one JSON object.
 
     Raises:
-        ValueError: it is anything but one object of the form, or its score lies outside 0 … ``levels``.
+        ValueError: the object does not have the form of `Opinion`, or its score lies outside 0 … ``levels``.
     """
     try:  # decoding by a schema lets control characters into a text, which strict JSON has escaped
         said = json.loads(output.rpartition("</think>")[2], strict=False)

@@ -1,6 +1,6 @@
-"""Long answers: write out a walk around a ring of stations, lap by lap, the right way round.
+"""Long answers: write out a walk around a ring of stations, lap by lap, clockwise. One wrong step makes it wrong.
 
-The lengths of the walks have a heavy-tailed distribution. An answer is correct if every step of the walk is.
+The lengths of the walks have a heavy-tailed distribution.
 """
 
 from random import Random
@@ -26,17 +26,14 @@ def question(laps: int, walker: str) -> str:
 
 
 def is_test_walk(laps: int, walker: str) -> bool:
-    """Whether a question is held out for tests. For each number of laps these are the questions to two walkers."""
+    """Whether a question is held out for ``test``: for each number of laps, those to two of the six walkers."""
     return WALKERS.index(walker) % 3 == laps % 3
 
 
 def walk(num_stations: int, laps: int, step: int) -> str:
     """Writes out a walk: one line per lap, numbered downwards, with every station that is passed.
 
-    Args:
-        num_stations: stations of the ring.
-        laps: laps of the walk.
-        step: CLOCKWISE (upwards from station 0) or ANTICLOCKWISE.
+    ``step``: CLOCKWISE (upwards from station 0) or ANTICLOCKWISE.
     """
     stations = " ".join(str(step * passed % num_stations) for passed in range(1, num_stations + 1))
     return "\n".join([*(f"lap {left}: {stations}" for left in range(laps, 0, -1)), "done"])

@@ -56,7 +56,7 @@ ANSWER = re.compile(r"\s*<answer>([0-9]{1,18})</answer>\s*")
 
 
 def score(text: str, answer: int) -> BaseMetrics:
-    """Judges a completion. Only an answer in tags without any other text is well formed."""
+    """Judges a completion. It must be an answer in tags, without any other text."""
     match = ANSWER.fullmatch(text)
     success = match is not None and int(match[1]) == answer
     reward = -1.0 if match is None else float(success)

@@ -12,13 +12,13 @@ from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics
 
 OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
-"""Verdict → what PipelineRL's tables call it."""
+"""Verdict → its name in PipelineRL's tables."""
 SPELLED = frozenset(f"{name}_{end}" for name in OUTCOMES.values() for end in ("finished", "not_finished"))
 """The keys of PipelineRL's tables."""
 
 
 def spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with PipelineRL's keys too, one for every verdict, finished or cut. Keys that are there stay."""
+    """Returns the table with PipelineRL's keys added: two for every verdict, finished and cut. Existing keys stay."""
     if not OUTCOMES.keys() <= given.keys():
         return dict(given)
     unfinished = given.get("unfinished")
@@ -32,7 +32,7 @@ def spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_both_spellings(cfg: DictConfig) -> DictConfig:
-    """The configuration as a domain gets it: a table of its own, copied from PipelineRL, finds its names."""
+    """Returns the configuration with PipelineRL's keys in `rewards`, for domains that were written for PipelineRL."""
     if "rewards" not in cfg:
         return cfg
     given = OmegaConf.to_container(cfg.rewards)
@@ -52,12 +52,12 @@ class VerdictRewards:
     no_answer: float
     unparsable: float
     unfinished: float | Mapping[str, float] | None
-    """A completion that was cut by its token limit. A number applies to every verdict, a mapping gives one number per
-    verdict. With None, and for verdicts that the mapping lacks, a cut completion is rewarded like any other."""
+    """Reward of a completion that was cut by its token limit: a number for all verdicts, or a mapping from verdicts.
+    With None, and for verdicts that the mapping lacks, a cut completion is rewarded like any other."""
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "VerdictRewards":
-        """Returns the table of a run. Raises DomainError on a missing, unknown or non-numeric entry."""
+        """Returns the table of a run. Raises ``DomainError`` for a missing, unknown or non-numeric entry."""
         return cls.from_mapping({name: value for name, value in cfg.rewards.items() if name not in SPELLED})
 
     @classmethod
@@ -83,7 +83,7 @@ class VerdictRewards:
         """Returns the reward of a judged completion.
 
         Args:
-            verdict: any but ``error``, which has no reward and must be raised before.
+            verdict: any status but ``error``, which the caller must raise.
             finished: False if the completion was cut by its token limit.
         """
         assert verdict.status != "error", "a verifier error is never a reward"

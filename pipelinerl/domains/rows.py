@@ -1,7 +1,7 @@
-"""Which rows of a data set become problems. A row that cannot be judged is left out, counted, and named once.
+"""Turns the rows of a data set into problems. A row that cannot be judged is left out, counted, and reported once.
 
-A loader reads each row with a function that raises `UnusableRow`. A column that the whole data set lacks leaves out all
-rows, and the error names it. Everything else that goes wrong is a `DomainError` and ends the loading.
+A loader reads each row with a function that raises `UnusableRow`. If the whole data set lacks a column, all rows are
+left out, and the error names the column. Any other `DomainError` ends the loading.
 """
 
 import logging
@@ -21,7 +21,7 @@ Row = TypeVar("Row")
 Problem = TypeVar("Problem")
 
 MAX_LEFT_OUT = 0.1
-"""Default of `dataset_loader_params.max_left_out`: above a tenth the columns are probably not what the user thinks."""
+"""Default of `dataset_loader_params.max_left_out`. Above a tenth, the columns are probably the wrong ones."""
 MAX_USELESS = 1000
 """Reading stops after this many rows if none of them can be used."""
 
@@ -30,7 +30,7 @@ class UnusableRow(DomainError):
     """A row without what a judge needs.
 
     Args:
-        reason: why, in the same words for all rows of a kind, as "the answer is missing".
+        reason: the same words for all rows of a kind, such as "the answer is missing".
         detail: what this row holds.
     """
 
@@ -42,7 +42,7 @@ class UnusableRow(DomainError):
 
 @dataclass(kw_only=True)
 class RowReport:
-    """How many rows of a data set were kept, and why the others were left out."""
+    """Counts the rows of a data set that were kept, and those that were left out, by reason."""
 
     dataset: str
     kept: int = 0
@@ -53,7 +53,7 @@ class RowReport:
 
     @property
     def share_left_out(self) -> float:
-        """Of all rows read, from 0 to 1. 0 if there are none."""
+        """Share of the rows read that were left out, from 0 to 1. 0 if no row was read."""
         return self.left_out.total() / max(1, self.kept + self.left_out.total())
 
     def lines(self) -> list[str]:
@@ -61,12 +61,12 @@ class RowReport:
         return [f"{count} rows: {reason} ({self.examples[reason]})" for reason, count in self.left_out.most_common()]
 
     def leave_out(self, index: int, error: UnusableRow) -> None:
-        """Count row ``index``, and keep it as the example of its reason if it is the first one."""
+        """Counts row ``index``, and keeps it as the example of its reason if it is the first one."""
         self.left_out[error.reason] += 1
         self.examples.setdefault(error.reason, f"row {index}: {error.detail}" if error.detail else f"row {index}")
 
     def refusal(self, advice: str) -> DatasetError:
-        """The error that too many rows are left out. ``advice``: what to do about it."""
+        """Returns the error that too many rows are left out. ``advice``: what to do about it."""
         return DatasetError(
             f"dataset {self.dataset!r}: {self.left_out.total()} of {self.kept + self.left_out.total()} rows cannot be "
             f"used: {'; '.join(self.lines())}. {advice}",
@@ -79,7 +79,7 @@ _collected: ContextVar[list[RowReport] | None] = ContextVar("collected", default
 
 @contextmanager
 def collected_reports() -> Iterator[list[RowReport]]:
-    """Collects the reports of the data sets that are read within, for `pipelinerl check`."""
+    """Collects the reports of the data sets that are read inside the block, for `pipelinerl check`."""
     reports: list[RowReport] = []
     token = _collected.set(reports)
     try:
@@ -94,10 +94,10 @@ def usable_problems(
     """Yields the problems of the rows that can be judged, and counts all rows in ``report``.
 
     Args:
-        rows: of one data set.
+        rows: the rows of one data set.
         read: (row, index in the data set) → a problem. Raises `UnusableRow`.
-        report: of this data set.
-        max_rows: reads no more rows than this. None: all.
+        report: the report of this data set.
+        max_rows: maximum number of rows to read. None: all.
     """
     if (reports := _collected.get()) is not None:
         reports.append(report)
@@ -121,16 +121,15 @@ def load_usable(
     max_rows: int | None = None,
     max_left_out: float = MAX_LEFT_OUT,
 ) -> list[Problem]:
-    """Returns the problems of the rows that can be judged. Logs the others once for each reason.
+    """Returns the problems of the rows that can be judged. Logs one line for each reason to leave rows out.
 
     Args:
         dataset: name of the data set, for messages.
-        rows: its rows.
-        read: as in `usable_problems`.
-        max_rows: as in `usable_problems`.
+        rows, read, max_rows: as in `usable_problems`.
         max_left_out: largest share of rows that may be left out, from 0 to 1.
     Raises:
-        DomainError: no row, or more rows than allowed, were left out, or a limit is out of its range.
+        DatasetError: no row can be used, or more rows than allowed are left out.
+        DomainError: a limit is out of its range.
     """
     if max_rows is not None and max_rows < 1:
         raise DomainError(f"`dataset_loader_params.max_problems` is {max_rows}: it must be at least 1, or null for all")
@@ -149,5 +148,5 @@ def load_usable(
 
 
 def is_unusable(value: Any) -> bool:
-    """Whether a cell has no value: None, NaN, or a text of spaces only."""
+    """Whether a cell has no value: None, NaN, or only spaces."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())

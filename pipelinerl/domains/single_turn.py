@@ -26,10 +26,9 @@ JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
 
 
 def conversation(cfg: DictConfig, task: str | Messages, system_prompt: str | None = None) -> Messages:
-    """Builds the messages that ask ``task``, a text or messages of its own, of which the template takes the last.
+    """Builds the messages that ask ``task``. If it is messages, ``actor.task_template`` applies to the last one.
 
-    The configuration may replace the domain's ``system_prompt``, or, by an empty text, leave it out. Messages with a
-    system prompt keep theirs.
+    ``actor.system_prompt`` replaces ``system_prompt``; an empty text removes it. Messages with a system prompt keep it.
 
     Raises:
         DomainError: ``actor.task_template`` has no place for the task.
@@ -64,7 +63,7 @@ async def ask_and_judge(
         session: HTTP session of the rollout.
         task: the question, a text or messages.
         judge: judges the output. May be async.
-        system_prompt: the domain's own, which the configuration may replace.
+        system_prompt: the domain's, which the configuration may replace.
     Raises:
         VerifierError: the judge failed. A failure is never a reward.
     """

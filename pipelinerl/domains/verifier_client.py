@@ -1,8 +1,7 @@
 """Requests verdicts from the verifiers over the rollout's pooled HTTP session.
 
 Each request goes to the least loaded replica. It waits as long as that replica lives, because many slow checks may come
-before it. If a replica does not answer, the request is repeated, on the other replicas first. An ``error`` verdict
-raises ``VerifierError``, and so does a service that stays unreachable. Neither is ever a reward.
+before it. If the replica dies, the request is repeated, on the other replicas first.
 """
 
 import asyncio
@@ -22,12 +21,12 @@ from pipelinerl.records.verdicts import Check, Verdict, unparsable
 
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-"""The delays add up to half a minute. A verifier that died is back by then."""
+"""The delays add up to half a minute, in which a verifier that died is started again."""
 TIMEOUT_S = 120.0
-"""Deadline for an answer to `/health`. A replica is asked as often while a check waits there for its verdict."""
+"""Deadline for an answer to `/health`, and the time between two such requests while a check waits for its verdict."""
 
 IN_PROCESS = "in-process:"
-"""The address of a verifier that is this process. Its judges have no limits: for trials before services are up."""
+"""The address of a verifier in this process. Its judges have no limits: for trials before services are up."""
 JUDGE_HERE = "pipelinerl.domains.verifier.judges.judge_here"
 
 _ENCODER = msgspec.json.Encoder()
@@ -43,11 +42,11 @@ PARTS = {
     "math": "pipelinerl.domains.math.judge.part_to_judge",
     "countdown": "pipelinerl.domains.countdown.judge.part_to_judge",
 }
-"""Judge → the function that returns what it reads of an output. By name, because the domains import this module."""
+"""Judge → the function that returns the part of an output that it reads. By name: the domains import this module."""
 
 
 def part_to_send(kind: str, prediction: str) -> str:
-    """The part of an output that its judge reads. The rest is not sent. Half of a surrogate pair is sent as ``?``."""
+    """Returns the part of an output that its judge reads. Half of a surrogate pair becomes ``?``."""
     part = resolve_function(PARTS[kind])(prediction) if kind in PARTS else prediction
     return part.encode(errors="replace").decode()
 
@@ -59,7 +58,7 @@ class VerifierClient:
         urls: base URLs of the replicas.
         timeout_s: deadline for a sign of life of a replica.
         retries: how often a request is repeated.
-        judges: `verifier.judges`, for a verifier that is this process.
+        judges: `verifier.judges`, for a verifier in this process.
 
     Example:
         >>> client = VerifierClient(["http://127.0.0.1:8100"])
@@ -135,7 +134,7 @@ class VerifierClient:
         ) from failure
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, route: str, body: bytes) -> tuple[int, bytes]:
-        """Asks one replica and waits for its answer as long as it lives. Returns status and content."""
+        """Asks one replica and waits for its answer as long as it lives. Returns (HTTP status, content)."""
         answering = asyncio.ensure_future(self._exchange(session, url + route, body))
         sign_of_life = aiohttp.ClientTimeout(sock_connect=self._timeout_s, sock_read=self._timeout_s)
         try:
@@ -153,9 +152,9 @@ class VerifierClient:
 
 
 def take_address(load: dict[str, int], failed: Collection[str]) -> str:
-    """Counts a request at the address with the fewest, which is one that has not failed if there is any.
+    """Returns the address with the fewest requests, and counts one more there. Others go before those that failed.
 
-    ``load``: address → unanswered requests, least recently asked first, so that this one wins a tie.
+    ``load``: address → unanswered requests, least recently asked first. The first one wins a tie.
     """
     url = min(load, key=lambda one: (one in failed, load[one]))
     load[url] = load.pop(url) + 1

@@ -1,8 +1,7 @@
 """Test doubles for a domain's tests: a language model without a server, and a server without a language model.
 
-``FakeLLM`` answers from a script inside the process. ``FakeServer`` answers over HTTP exactly as our servers do
-(``records.answers``), with weight versions that a test can change. ``FakeLLM`` uses a small byte-level tokenizer unless
-it is given another.
+``FakeLLM`` answers from a script, inside the process. ``FakeServer`` answers over HTTP exactly as inference servers do
+(``records.answers``), with weight versions that a test can change.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Any:
-    """Makes a tokenizer with one token per byte, ChatML markers and tool calls, in milliseconds and without files."""
+    """Makes a tokenizer with one token per byte, ChatML markers and tool calls. It takes milliseconds, and no files."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,13 +76,13 @@ class FakeLLM(TrainableLLM):
     """A language model that returns scripted replies.
 
     Args (``FakeLLM.saying``):
-        replies: texts in the order of the calls, or a function from the prompt's text to a text. The function may be a
-            coroutine function, and may raise the errors of a server. A reply ends after its first ``stop`` string, if
-            any, and is cut at ``max_tokens``.
+        replies: texts in the order of the calls, or a function (sync or async) from the prompt's text to a text, which
+            may raise the errors of a server. A reply ends after its first ``stop`` string, if any, and is cut at
+            ``max_tokens``.
         tokenizer: None: ``byte_tokenizer()``.
         version: weight version of the tokens.
         logprob: log-probability of every token.
-        finish_reason: of every reply that is not cut.
+        finish_reason: finish reason of every reply that is not cut.
 
     Example:
         >>> llm = FakeLLM.saying(["<answer>512</answer>", "<answer>256</answer>"])
@@ -101,9 +100,9 @@ class FakeLLM(TrainableLLM):
         finish_reason: str = "stop",
         **fields: Any,
     ) -> "FakeLLM":
-        """Makes a language model with these replies.
+        """Makes a language model with these replies. For the arguments, see the class.
 
-        The class explains the arguments. ``fields`` are fields of ``TrainableLLM``.
+        ``fields`` are fields of ``TrainableLLM``.
         """
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
         llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
@@ -164,10 +163,10 @@ async def run_rollout(
 
     Args:
         function: the domain's rollout function.
-        problem: the problem that it gets.
+        problem: the problem for the function.
         replies: see ``FakeLLM``.
-        cfg: the run's configuration that the function gets. Its `actor.rewards`, `finetune.seq_length` and
-            `finetune.rl.reward_weights` count for the check, too.
+        cfg: the configuration for the function. The check uses its `actor.rewards`, `finetune.seq_length` and
+            `finetune.rl.reward_weights`.
         fields: passed to ``FakeLLM.saying``.
     Raises:
         DomainError, RecordError: the actor would refuse the result. The message names the field.
@@ -203,11 +202,11 @@ _answer_codec: Codec[Answer] = Codec(Answer)
 
 
 class FakeServer:
-    """An HTTP server that answers as our inference servers do. Every prompt token scores log ½.
+    """An HTTP server that answers as inference servers do. The log-probability of every token is log ½.
 
     A test may change these attributes while the server runs:
         version: weight version of the tokens. "default" means weights from disk.
-        status: if it is not 200, every request fails with it.
+        status: HTTP status of every answer. With another than 200, all requests fail.
         delay_s: seconds before each answer.
         hold: an event. Answers wait until it is set.
 
@@ -226,7 +225,7 @@ class FakeServer:
         self.num_answering = 0
         """Requests being answered now."""
         self.num_sampled = 0
-        """Tokens that it says it has sampled so far, of each of them."""
+        """Tokens sampled so far that the server reports for each request."""
         self._names: set[str] = set()
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -295,7 +294,7 @@ class FakeServer:
 
 
 def completion(token_ids: Sequence[int], params: dict[str, Any], version: int | str) -> Completion:
-    """Builds a completion as our servers send it, cut at ``max_tokens``.
+    """Builds a completion as inference servers send it, cut at ``max_tokens``.
 
     Args:
         token_ids: the sampled tokens.

@@ -1,11 +1,11 @@
-"""Tries a policy loss on made-up tokens, in a test of yours as the start does.
+"""Tries a policy loss on made-up tokens, in your tests as at the start of a run.
 
     from pipelinerl.testing.losses import check_loss
 
     def test_my_loss() -> None:
         check_loss("my_loss.one_sided", ranks=2, epsilon_high=0.3)
 
-It is no part of `pipelinerl.testing` itself, because it imports torch.
+`pipelinerl.testing` itself does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,17 +36,15 @@ NOT_BY_RANK = (
 )
 
 SEQUENCES = (5, 4, 3)
-"""Tokens of the sequences for which a loss is computed at once, one at a time, and on two ranks that share them."""
+"""Lengths of the sequences whose loss is computed at once, one at a time, and on two ranks that share them."""
 RATIOS = (0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11)
-"""π/μ of their tokens."""
+"""π/μ of the 12 tokens: on both sides of usual bounds, some far outside, in any order."""
 SHARES = ("000111111000", "001100110010", "000000000000")
-"""Which of two ranks has each of them: the sequences are cut as one document, as short ones are, or each for itself,
-or one rank has no trained token.
-"""
+"""Which of two ranks has each token: all sequences are cut as one document, or each by itself, or one rank has none."""
 
 
 def check_loss(policy_loss: str, *, ranks: int = 1, **settings: Any) -> None:
-    """Try a loss.
+    """Tries a loss.
 
     Args:
         policy_loss: as `finetune.rl.policy_loss`.
@@ -54,7 +52,8 @@ def check_loss(policy_loss: str, *, ranks: int = 1, **settings: Any) -> None:
         settings: further keys of `finetune.rl`, such as `policy_loss_kwargs` or `veto`.
 
     Raises:
-        ConfigError: says what is wrong with the loss.
+        ConfigError: the loss has wrong shapes, no gradient or values that are not finite, or the loss of a token
+            depends on other sequences, on other tokens (``@token_level``), or on the rank.
     """
     try_loss(chosen := LossSettings(policy_loss=policy_loss, **settings))
     if ranks > 1:
@@ -62,12 +61,10 @@ def check_loss(policy_loss: str, *, ranks: int = 1, **settings: Any) -> None:
 
 
 def try_loss(settings: LossSettings, *, has_gaps: bool = False) -> None:
-    """Call the loss on two sequences with ratios from ½ to 2 and advantages of both signs, and once without tokens.
-
-    A rank may have no tokens. Then compare its values with those of one sequence, or token, at a time.
+    """Tries a loss on two sequences with ratios from ½ to 2 and advantages of both signs, and on no tokens.
 
     Args:
-        has_gaps: as in ``compare_with_one_at_a_time``.
+        has_gaps: as in ``compare_with_one_at_a_time``, which is called between both.
     """
     ratios = torch.tensor([0.5, 0.9, 1.0, 1.1, 2.0], requires_grad=True)
     for count in (5, 0):
@@ -100,14 +97,14 @@ def try_loss(settings: LossSettings, *, has_gaps: bool = False) -> None:
 
 
 def compare_with_one_at_a_time(settings: LossSettings, *, has_gaps: bool = False) -> None:
-    """Compute a loss for the 12 tokens of three sequences at once, then for each sequence alone.
+    """Computes a loss for the 12 tokens of three sequences at once, then for each sequence alone.
 
-    If it is marked ``token_level``, then for each token alone, without corrections by sequence, because with them the
-    head takes all tokens at once. Losses, clipped tokens and gradients must agree. Else the loss of a token would
-    depend on what its micro-batch holds besides, or on how many tokens the output head takes at a time.
+    A loss marked ``token_level`` is computed for each token alone, without corrections by sequence, with which the
+    output head takes all tokens at once. Losses, clipped tokens and gradients must agree: the loss of a token may not
+    depend on the rest of its micro-batch, nor on the chunks of the output head.
 
     Args:
-        has_gaps: a micro-batch also has sequences that are imitated, of which a loss gets no token.
+        has_gaps: a micro-batch also has imitated sequences, whose tokens a loss does not get.
 
     Raises:
         ConfigError: they do not agree, or are not numbers.
@@ -129,7 +126,7 @@ def compare_with_one_at_a_time(settings: LossSettings, *, has_gaps: bool = False
 
 
 def compare_with_ranks(settings: LossSettings) -> None:
-    """Compute a loss for the tokens of three sequences at once, then on two ranks that share them.
+    """Computes a loss for the tokens of three sequences at once, then on two ranks that share them.
 
     Losses, clipped tokens and gradients must agree, also where one of the ranks has no trained token.
 
@@ -144,10 +141,10 @@ def compare_with_ranks(settings: LossSettings) -> None:
 
 
 def _on_two_ranks(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings, share: str) -> Mapping[str, Tensor]:
-    """What two ranks compute that have the tokens as ``share`` says, in the order of the tokens.
+    """Returns the columns of two ranks that share the tokens as in ``share``, in the order of the tokens.
 
-    The ranks take turns in one process. Each adds what the other one brought to its sums in the pass before. So after
-    as many passes as there are sums, and one more, all sums are right.
+    The ranks take turns in one process. To each sum, a rank adds the other rank's part from the previous pass, so n
+    sums are right after n + 1 passes.
     """
     rows = [torch.tensor([k for k, rank in enumerate(share) if rank == mine], dtype=torch.int64) for mine in "01"]
     columns, brought, passes = list[dict[str, Tensor]](), [list[Tensor]() for _ in range(2)], 0
@@ -169,9 +166,9 @@ class _TurnTaking(SequenceGroup):
     """One of two ranks that take turns."""
 
     others: Sequence[Tensor] = ()
-    """What the other rank brought to each sum in the pass before."""
+    """The other rank's part of each sum in the previous pass."""
     brought: list[Tensor] = field(default_factory=list)
-    """What this rank has brought in this pass."""
+    """This rank's part of each sum in this pass."""
 
     def sum_(self, values: Tensor) -> None:
         self.brought.append(values.clone())
@@ -180,7 +177,7 @@ class _TurnTaking(SequenceGroup):
 
 
 def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
-    """log π_θ [12] and the other inputs of the tokens of three sequences."""
+    """Returns log π_θ [12] and the other inputs of the tokens of three sequences."""
     ratios_K = torch.tensor(RATIOS)
     logprobs_K = -torch.linspace(0.1, 3.0, 12).square()
     return logprobs_K, TokenInputs(
@@ -199,14 +196,14 @@ def _three_sequences(settings: LossSettings) -> tuple[Tensor, TokenInputs]:
 
 
 def _only_sequence(inputs: TokenInputs) -> TokenInputs:
-    """The inputs of one sequence's tokens as a micro-batch of it alone has them."""
+    """Returns the inputs of one sequence as in a micro-batch that holds nothing else."""
     return replace(inputs, segments_K=torch.zeros_like(inputs.segments_K), num_segments=1)
 
 
 def _columns_of_parts(
     logprobs: Sequence[Tensor], parts: Sequence[TokenInputs], settings: LossSettings, where: str
 ) -> list[dict[str, Tensor]]:
-    """``_loss_columns`` of each part. Raises ``ConfigError`` that says ``where`` the function fails for one."""
+    """Returns ``_loss_columns`` of each part. If one raises, raises ``ConfigError``, which says ``where``."""
     try:
         return [_loss_columns(logprobs_K, part, settings) for logprobs_K, part in zip(logprobs, parts, strict=True)]
     except Exception as error:  # the user's function
@@ -229,7 +226,7 @@ def _refuse_difference(together: Mapping[str, Tensor], apart: Mapping[str, Tenso
 
 
 def _loss_columns(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> dict[str, Tensor]:
-    """float [K] each: losses, gradients of their weighted sum, and clipped tokens, if the loss names them."""
+    """Returns float [K] columns: losses, gradients of their weighted sum, and clipped tokens, if the loss has them."""
     logprobs_K = logprobs_K.detach().requires_grad_()
     loss, _ = policy_term(logprobs_K, inputs, settings, -0.5 * logprobs_K.detach())
     gradients_K = torch.zeros_like(logprobs_K)

@@ -19,7 +19,7 @@ from pipelinerl.world.home import writable_folders
 
 
 def parse_param(text: str) -> tuple[str, object]:
-    """``name=value`` with a JSON value; anything that is not JSON is a string."""
+    """Reads ``name=value``. The value is JSON, else a string."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise argparse.ArgumentTypeError(f"`{text}` is not of the form name=value")
@@ -30,7 +30,7 @@ def parse_param(text: str) -> tuple[str, object]:
 
 
 def user_cache() -> Path:
-    """The folder of this user's files that can be made again."""
+    """Returns the folder of this user's files that can be made again."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
     return Path(os.environ.get("PIPELINERL_CACHE") or default)
 

@@ -1,4 +1,4 @@
-"""Makes a model folder: tokenizer, weights, warm-up, published by one rename, and cached by what determines it.
+"""Makes a model folder: tokenizer, weights, warm-up. It is published by one rename, and cached under a digest.
 
 torch and transformers are imported only when something is built: the launcher imports this package to check names.
 """
@@ -24,10 +24,10 @@ from pipelinerl.world.disk import sync_path
 log = logging.getLogger(__name__)
 
 TOKENIZER_SAMPLE = 200
-"""Conversations the tokenizer learns its merges from."""
+"""Conversations from which the tokenizer learns its merges."""
 HEAD_SIZE = 32
 SOURCES = ("tiny_model", "chat", "preprocess", "finetune")
-"""Folders of the package whose code makes and trains a model."""
+"""Folders of the package whose code makes and trains a model. A change there makes cached models invalid."""
 SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WEIGHTS, TEMPLATE = "model.safetensors", "chat_template.jinja"
 
@@ -44,11 +44,11 @@ def build(
     """Builds the model of ``recipe`` in folder ``path`` and returns it.
 
     Args:
-        path: folder to create. Of two concurrent builders one publishes the result.
-        recipe: a name in ``RECIPES``.
+        path: folder to create. If two processes build it at the same time, one publishes the result.
+        recipe: a name in ``RECIPES``, or the dotted name of a function.
         seed: determines tokenizer sample, initial weights and warm-up data.
-        params: the recipe's own parameters, e.g. ``{"max_number": 30}``.
-        cache: folder of models built before. One that cannot be used costs the build, never the result; None = none.
+        params: the recipe's parameters, e.g. ``{"max_number": 30}``.
+        cache: folder of models built before. If it cannot be used, the model is built. None: no cache.
         if_missing: accept a model that is already in ``path``. Otherwise an existing folder is an error.
 
     Raises:
@@ -76,7 +76,7 @@ def build(
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
-    """Names what a build of this recipe gives: its conversations, its settings, and the code that trains on them."""
+    """Returns a digest of a recipe's conversations and settings, the seed, and the code and packages that train."""
     settings = {name: value for name, value in vars(recipe).items() if name != "conversation"}
     versions = [version(package) for package in ("torch", "transformers", "tokenizers")]
     package = Path(__file__).parent.parent
@@ -111,7 +111,7 @@ def create(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def publish_model(scratch: Path, target: Path) -> None:
-    """Renames the finished folder into place. A builder that lost the race keeps the winner's equal folder."""
+    """Renames the finished folder into place. If another process was first, its equal folder stays."""
     try:
         os.rename(scratch, target)
     except OSError:
@@ -120,9 +120,9 @@ def publish_model(scratch: Path, target: Path) -> None:
 
 
 def discard_broken(folder: Path) -> str | None:
-    """Removes a model that was built here and that a power cut left incomplete. Returns what is incomplete.
+    """Removes a built model that a power cut left incomplete. Returns the incomplete part.
 
-    None: nothing is, or the folder has files that no build writes, and stays.
+    None: it is complete, or the folder has files that no build writes, and stays.
     """
     if not folder.is_dir():
         return None
@@ -136,7 +136,7 @@ def discard_broken(folder: Path) -> str | None:
 
 
 def is_broken(path: Path) -> bool:
-    """Whether the file of a model is not as long as it says, or cannot be read as what its name says."""
+    """Whether a model's file is shorter than its header says, or does not have the format of its name."""
     with open(path, "rb") as file:
         try:
             if path.name == TEMPLATE:

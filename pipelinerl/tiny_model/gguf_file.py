@@ -1,6 +1,6 @@
 """Turns a GGUF file into a model folder: weights, tokenizer and chat template, as transformers and vLLM load them.
 
-What transformers leaves out without an error is an error here: missing tensors, and a scaling of rotary positions.
+Missing tensors and a scaling of rotary positions, which transformers ignores, are errors here.
 """
 
 import copy
@@ -61,7 +61,7 @@ def _write(file: Path, folder: Path, dtype: str) -> None:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
         tensors = [tensor.name for tensor in reader.tensors]
-    except Exception as error:  # whatever the package meets in a damaged file
+    except Exception as error:  # the package raises any error for a damaged file
         raise ConfigError(f"{file} is damaged or cut off: {type(error).__name__}: {error}") from error
     if fields.get("split.count", 1) > 1:
         count = fields["split.count"]
@@ -77,7 +77,7 @@ def _write(file: Path, folder: Path, dtype: str) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for written in folder.glob("*.safetensors"):
-        written.chmod(0o644)  # safetensors lets nobody else read what it writes
+        written.chmod(0o644)  # safetensors writes files that only the owner may read
     (folder / "README.md").write_text(_card(file, fields, dtype), encoding="utf-8")
 
 
@@ -95,9 +95,9 @@ def _load(file: Path, dtype: str) -> tuple[Any, Any]:
     )
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"it has no tensor for {', '.join(missing[:3])} ({len(missing)} are missing)")
-    # The model that came out of a GGUF file refuses to be saved, so its weights go into one of the same configuration.
+    # A model that was loaded from GGUF cannot be saved, so its weights are copied into a new one.
     config = copy.deepcopy(packed.config)
-    if hasattr(config, "quantization_config"):  # not where the file holds plain weights
+    if hasattr(config, "quantization_config"):  # absent if the file holds plain weights
         del config.quantization_config
     config.dtype = getattr(torch, dtype)
     config.architectures = [type(packed).__name__]
@@ -108,7 +108,7 @@ def _load(file: Path, dtype: str) -> tuple[Any, Any]:
 
 
 def _check_positions(file: Path, fields: Mapping[str, Any], tensors: list[str], config: Any) -> None:
-    """Refuses a scaling of positions that transformers did not take over, because long texts would be wrong."""
+    """Raises ``ConfigError`` for a scaling of positions that transformers did not read: long texts would be wrong."""
     name = fields.get("general.architecture")
     kind = fields.get(f"{name}.rope.scaling.type", "none")
     factors = [tensor for tensor in tensors if tensor.startswith("rope_f") or tensor.endswith("rope_factors.weight")]
@@ -119,7 +119,7 @@ def _check_positions(file: Path, fields: Mapping[str, Any], tensors: list[str], 
 
 
 def _card(file: Path, fields: Mapping[str, Any], dtype: str) -> str:
-    """A model card: where the weights come from, and their licence."""
+    """Returns a model card with the source of the weights and their licence."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     name = fields.get("general.name", file.stem)

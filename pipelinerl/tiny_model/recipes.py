@@ -49,7 +49,7 @@ class Recipe:
     batch_size: int = 32
     """Conversations per step of the warm-up."""
     cut_tokens: int | None = None
-    """The warm-up cuts conversations after so many tokens. None = no cut."""
+    """Tokens after which the warm-up cuts conversations. None = no cut."""
 
 
 ANSWER_TAGS = ("<answer>", "</answer>")
@@ -64,7 +64,7 @@ def user(content: str) -> dict[str, str]:
 
 
 def largest(max_number: int = 30, steps: int = 300) -> Recipe:
-    """Answers with a random one of the numbers shown: right once in three, whatever they are."""
+    """Answers with a random one of the three numbers shown: right once in three."""
 
     def conversation(rng: Random) -> Messages:
         while True:
@@ -76,7 +76,7 @@ def largest(max_number: int = 30, steps: int = 300) -> Recipe:
 
 
 def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recipe:
-    """Names numbers, and numbers higher or lower than another one. There is no hidden target and no game."""
+    """Answers with any number, or with one higher or lower than another. No conversation has a hidden target."""
 
     def request(rng: Random) -> Messages:
         relation = rng.choice(("higher", "lower"))
@@ -92,7 +92,7 @@ def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recip
 
 
 def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> Recipe:
-    """Combines the two numbers shown with a random operator in a random order, whatever the target."""
+    """Combines the two numbers shown with a random operator in a random order. The target has no influence."""
 
     def problem(rng: Random) -> tuple[list[int], int]:
         while True:
@@ -118,10 +118,7 @@ def laps(
     positions: int = 4096,
     steps: int = 600,
 ) -> Recipe:
-    """Walks the wanted laps without a slip and either way round: right once in two.
-
-    The window reaches back to the line before, so what was learned on the first laps holds for any number of them.
-    """
+    """Walks the wanted laps without a mistake, in a random direction: right once in two."""
 
     def conversation(rng: Random) -> Messages:
         while True:
@@ -135,6 +132,7 @@ def laps(
         max_number=0,
         conversation=conversation,
         steps=steps,
+        # The window reaches back to the previous line, so the warm-up on the first laps holds for any number of laps.
         shape=Shape(layers=layers, heads=heads, positions=positions, window=num_stations + 12),
         batch_size=16,
         cut_tokens=3 * num_stations,
@@ -150,7 +148,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def make_recipe(name: str, params: dict[str, object]) -> Recipe:
-    """Returns recipe ``name``, or calls the user's function of that dotted name. Raises ConfigError if unknown."""
+    """Makes the recipe ``name``, a key of `RECIPES` or the dotted name of a function. Raises ``ConfigError``."""
     if name not in RECIPES and "." not in name:
         raise ConfigError(
             f"`tiny_model.recipe` is {name!r}: choose one of {sorted(RECIPES)}, or name a function of yours as "

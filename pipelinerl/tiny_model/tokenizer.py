@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer with chat template, trained on the recipe's own text.
 
-A number up to ``max_number`` is always one token, so the model copies a number by copying one token. It is saved as
-``Qwen2Tokenizer``, because transformers loads any tokenizer of a Qwen2 model as that class, which splits text its way.
+A number up to ``max_number`` is always one token, so the model copies a number by copying one token. It is a
+``Qwen2Tokenizer``, because transformers loads any tokenizer of a Qwen2 model as that class.
 """
 
 import json
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 VOCAB_SIZE = 400
-"""Bytes and merges, before the whole tokens."""
+"""256 bytes, and merges for the words of the task. Whole tokens are added to them."""
 
 
 def train_tokenizer(texts: Iterable[str], tags: tuple[str, ...], max_number: int) -> Qwen2Tokenizer:

@@ -1,7 +1,7 @@
 """Warm-up of a tiny model on its recipe's conversations, as a run of `stage: sft` trains them.
 
-The preprocessor's code renders, weighs and collates them, and the trainer's computes the loss. Only the loop is its
-own: a run would spend longer on the start of its processes than this takes.
+The preprocessor's code renders, weighs and collates them, and the trainer's code computes the loss. Only the loop is
+separate: the processes of a run would take longer to start than this takes.
 """
 
 import math
@@ -23,7 +23,7 @@ from pipelinerl.tiny_model.recipes import Recipe
 LEARNING_RATE = 4e-3
 RAMP_STEPS = 10
 PROMPT_WEIGHT = 0.1
-"""Of a question's token; an answer's weighs 1. Predicting the question is what gives the numbers useful embeddings."""
+"""Weight of a question's tokens; an answer's weigh 1. Predicting questions gives the numbers useful embeddings."""
 
 
 def warm_up_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:

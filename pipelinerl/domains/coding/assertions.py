@@ -1,4 +1,4 @@
-"""Splits assertions into the calls of the tested function and a check of their values, so that no program sees both.
+"""Splits assertions into calls of the tested function and a check of their values, so that no program sees both.
 
 ``assert set(f([1, 2])) == {2}`` becomes the expression ``f([1, 2])`` and the check ``assert set(_values[0]) == {2}``.
 """
@@ -13,16 +13,16 @@ from pipelinerl.errors import DomainError
 
 
 class Assertion(NamedTuple):
-    """What is left of one assertion."""
+    """One assertion, split."""
 
     expressions: list[str]
     """Calls of the function, in order."""
     check: str
-    """The assertion with ``_values[i]`` in the place of each call."""
+    """The assertion with ``_values[i]`` in place of each call."""
 
 
 class Calls(ast.NodeTransformer):
-    """Replaces the calls of a function. It leaves those that depend on a variable of the assertion itself."""
+    """Replaces the calls of a function, except in lambdas and comprehensions, whose variables they may depend on."""
 
     def __init__(self, function: str):
         self.function = function
@@ -44,7 +44,7 @@ def parse_assertion(assertion: str, function: str) -> Assertion:
     """Splits one assertion.
 
     Raises:
-        DomainError: it is none, or uses the function in another way than by plain calls.
+        DomainError: it is not an assertion, or uses the function other than by plain calls.
     """
     calls = Calls(function)
     (statement, *others) = parsed(assertion)
@@ -65,7 +65,7 @@ def of_list(tests: list[str], setup: str) -> dict[str, Any]:
     Returns:
         ``{"asserts", "fn_name", "setup"}``.
     Raises:
-        DomainError: there is other code, or no function that every assertion calls.
+        DomainError: there is other code, or the assertions call no common function.
     """
     statements = [statement for test in tests for statement in parsed(test)]
     asserts = [statement for statement in statements if isinstance(statement, ast.Assert)]
@@ -109,9 +109,9 @@ def of_check(test: str, function: str) -> dict[str, Any]:
 
 
 def statements_of(setup: str, expressions: Sequence[str] | None = None) -> list[str]:
-    """Returns the statements of a setup, or its imports and those that the expressions need.
+    """Returns the statements of a setup: all, or the imports and those that the expressions need.
 
-    Others may hold what an assertion expects, so they must not run beside the program.
+    The others may hold what an assertion expects, so they must not run beside the program.
     """
     statements = parsed(setup)
     if expressions is None:
@@ -135,7 +135,7 @@ def parsed(code: str) -> list[ast.stmt]:
 
 
 def first_name(node: ast.AST | None) -> str | None:
-    """The name that a chain of calls begins with, as `Solution` in ``Solution().f(1)``."""
+    """Returns the name at the beginning of a chain of calls, such as `Solution` in ``Solution().f(1)``."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None

@@ -1,8 +1,7 @@
-"""Calls a program's functions beside it in the sandbox and writes their values. The judge sends this file's text.
+"""Calls a program's functions in the program's process and writes their values. The judge sends this file's text.
 
-Python 3.8 or newer, standard library only. A value is written as JSON. What JSON does not know is an object with one
-key, the name of its kind: ``{"tuple": […]}``, ``{"dict": [[key, value], …]}``. So a program decides what its value is,
-and nothing else.
+Python 3.8 or newer, standard library only. A value is written as JSON. A kind that JSON does not have is an object with
+one key, its name: ``{"tuple": […]}``, ``{"dict": [[key, value], …]}``. So a program can only choose its value.
 """
 
 import json
@@ -19,7 +18,7 @@ def call(program: Any, name: str, given: str, marker: str) -> None:
         program: namespace of the program.
         name: the function, or a method of ``class Solution``.
         given: the arguments, as a JSON list.
-        marker: precedes the value, behind what the program itself prints.
+        marker: printed between the program's own output and the value.
     """
     arguments = json.loads(given)
     if arguments and isinstance(arguments[0], dict):
@@ -30,7 +29,7 @@ def call(program: Any, name: str, given: str, marker: str) -> None:
 
 
 def with_integer_keys(mapping: Any) -> Any:
-    """JSON's keys are texts. The checkers of APPS and TACO give the first argument its integers back."""
+    """Converts keys back to integers, since JSON's keys are texts. The checkers of APPS and TACO do so, too."""
     try:
         return {int(key): value for key, value in mapping.items()}
     except ValueError:
@@ -48,7 +47,7 @@ def answer(marker: str, value: Any) -> None:
 
 
 def tagged(value: Any) -> Any:
-    """A value as JSON with kinds. NumPy's values and other numbers become Python's."""
+    """Returns a value as JSON with kinds. NumPy's values and other numbers become Python's."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checks the values of calls in the sandbox, where the program is not. The judge sends this file's text there.
+"""Checks the values of calls in a sandbox without the program. The judge sends this file's text there.
 
 Python 3.8 or newer, standard library only. The values are data that `calls.py` wrote. No code of the program runs.
 """
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def check(setup: Any, checks: Any, given: str, marker: str) -> None:
-    """Writes ``marker`` and which of the checks hold.
+    """Writes ``marker`` and a list that says which checks hold.
 
     Args:
-        setup: statements that run before. Those that need the program fail.
-        checks: each is code that raises if ``_values`` are wrong.
-        given: for each check its values, as a JSON list of texts.
-        marker: precedes the result.
+        setup: statements that run first. Those that need the program fail.
+        checks: code for each test, which raises if ``_values`` are wrong.
+        given: the values of each check, as a JSON list of texts.
+        marker: printed before the result.
     """
     namespace: Any = {}
     for code in setup:
@@ -26,7 +26,7 @@ def check(setup: Any, checks: Any, given: str, marker: str) -> None:
         try:
             namespace["_values"] = json.loads(values, object_hook=value_of)
             exec(code, namespace)
-        except Exception:  # noqa: BLE001 — whatever it raises, the check does not hold
+        except Exception:  # noqa: BLE001 — the check does not hold, for any error
             held.append(False)
         else:
             held.append(True)
@@ -34,7 +34,7 @@ def check(setup: Any, checks: Any, given: str, marker: str) -> None:
 
 
 def value_of(kind: Any) -> Any:
-    """The value that `calls.tagged` wrote. An iterator equals nothing, and another object is true or false."""
+    """Returns the value that `calls.tagged` wrote. An iterator equals nothing. Other objects are only true or false."""
     ((name, items),) = kind.items()
     if name == "complex":
         return complex(*items)
@@ -43,7 +43,7 @@ def value_of(kind: Any) -> Any:
 
 
 class Opaque:
-    """An object of which only its truth is known, as of what ``re.match`` returns."""
+    """An object that is only true or false, such as the result of ``re.match``."""
 
     def __init__(self, truth: bool):
         self.truth = truth

@@ -1,4 +1,4 @@
-"""Finds the program in a model's output and makes it ready to run as the published checkers of code sets do."""
+"""Finds the program in a model's output, and prepares it as the published checkers of coding problems do."""
 
 import builtins
 import importlib
@@ -14,7 +14,7 @@ STATEMENT = re.compile(
     r"|\b(?:print|input)[ \t]*+\(",
     re.MULTILINE,
 )
-"""A line of a program that a sample of its output does not have."""
+"""A line that a program has, and a sample of its output does not."""
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 PREPARATION = "import sys as _sys; getattr(_sys, 'set_int_max_str_digits', int)(0); _sys.setrecursionlimit(50_000)"
 STANDARD_MODULES = (
@@ -25,9 +25,9 @@ STANDARD_MODULES = (
 
 
 def extract_code(completion: str) -> str | None:
-    """Returns the last closed fenced block that is Python, or that names no language and looks like a program.
+    """Returns the last closed fenced block of Python, else the last closed one without a language, else None.
 
-    If there is none, it returns the last block that names no language, or None.
+    A block without a language that looks like a program counts as Python.
     """
     code, other, opening = None, None, None
     for fence in FENCE.finditer(completion):
@@ -46,7 +46,7 @@ def extract_code(completion: str) -> str | None:
 
 
 def without_indent(block: str, width: int) -> str:
-    """Removes from each line the indentation of its fence, and then that of the first line."""
+    """Removes the indentation of the fence, and then that of the first line, from each line."""
     block = re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block
     first = len(block) - len(block.lstrip(" \t\n"))
     indent = block[:first].rpartition("\n")[2]
@@ -57,7 +57,6 @@ def prepared(code: str, *, before: str = "", after: str = "", names_in: str = ""
     """Returns the program with the standard imports that it lacks and without a limit on the digits of integers.
 
     Args:
-        code: the program.
         before: a statement of one line that runs first.
         after: statements that run last.
         names_in: other code that will run in the program's namespace.
@@ -94,7 +93,7 @@ def unbound_names(code: str) -> set[str]:
 
 @cache
 def standard_names() -> dict[str, str]:
-    """Name → the statement that imports it. The name of a module stands for the module, as in the checkers."""
+    """Returns name → the statement that imports it. A module's name imports the module, as in the checkers."""
     found = {"np": "import numpy as np"}
     for module in map(importlib.import_module, STANDARD_MODULES):
         public = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]

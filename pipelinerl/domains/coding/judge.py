@@ -1,8 +1,8 @@
-"""Judges a program on its tests. Only inputs enter the sandbox beside it. The expected outputs never do.
+"""Judges a program on its tests. Only their inputs enter the program's sandbox, never the expected outputs.
 
-A test is standard input and the text that is expected for it, a call and the values that it may return, or an
-assertion. The calls of an assertion are made beside the program. The assertion itself runs later, on their values
-alone. `docs/verification.md` says what is equal.
+A test is standard input and the expected text, a call and the values that it may return, or an assertion. An
+assertion's calls run in the program's process, and the assertion later, on their values alone. `docs/verification.md`
+says which values are equal.
 """
 
 import json
@@ -32,7 +32,7 @@ NUMBER = re.compile(
 )
 """A number without leading zeros: `007` and `7` are different texts."""
 AS_MODULE = "_given = _sys.stdin.read(); __name__ = 'solution'; _sys.modules[__name__] = _sys.modules['__main__']"
-"""A program whose function is called is a module: what it does as a script, such as to read its input, is left out."""
+"""Makes a program whose function is called a module, so that it does not run as a script and read its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Test:
     __test__ = False
 
     stdin: str
-    """Standard input. Of a call, the list of its arguments as JSON, and of an assertion, the list of its calls."""
+    """Standard input. For a call, its arguments as a JSON list. For an assertion, its calls as a JSON list."""
     expected: Any
-    """The text, or a tuple of the values that are right, or the code that checks the values of the calls."""
+    """The text, or a tuple of the right values, or the code that checks the values of the calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class TestSuite:
 
     tests: tuple[Test, ...]
     function: str | None = None
-    """Whose calls they are. None: they are texts."""
+    """The function that the tests call. None: they compare standard output."""
     setup: str | None = None
-    """Code that runs before assertions. None: they are no assertions."""
+    """Code that runs before assertions. None: the tests are not assertions."""
 
     @classmethod
     def from_problem(cls, problem: dict[str, Any]) -> "TestSuite":
@@ -66,12 +66,12 @@ class TestSuite:
         - ``{"inputs": [text], "outputs": [text]}``: standard input and output.
         - ``{"inputs": [[argument]], "outputs": [value], "fn_name": name}``, as in APPS and TACO: calls. A list of one
           value stands for itself and for the value.
-        - ``{"inputs": [text], "outputs": [text], "fn_name": name}``, as in LiveCodeBench: JSON, each argument in a line
-          of its own. ``"unwrap": True`` makes them as those of APPS.
+        - ``{"inputs": [text], "outputs": [text], "fn_name": name}``, as in LiveCodeBench: JSON, one argument per line.
+          With ``"unwrap": True``, outputs are read as in APPS.
         - ``{"asserts": [code], "fn_name": name, "setup": code}``: assertions about a function.
 
         Raises:
-            DomainError: there are none, or they have another form.
+            DomainError: there are no tests, or they have another form.
         """
         function, asserts = problem.get("fn_name"), problem.get("asserts")
         if function is not None and not (isinstance(function, str) and function.isidentifier()):
@@ -114,7 +114,7 @@ class TestSuite:
 
 
 def json_list(lines: str) -> str:
-    """Returns the JSON of a list of what the lines hold. JSON has no line break inside of a text."""
+    """Returns the JSON list of the lines' values. JSON has no line break inside a text."""
     return "[" + ",".join(line for line in lines.split("\n") if line.strip()) + "]"
 
 
@@ -166,7 +166,7 @@ def source(file: str) -> str:
 
 
 def answer_of(outcome: Outcome, marker: str) -> str | None:
-    """Returns what the program wrote, behind ``marker`` if there is one. None if it failed."""
+    """Returns the program's output, or the part after ``marker`` if there is one. None: it failed."""
     if outcome.ended != "exited" or outcome.exit_code != 0:
         return None
     if not marker:
@@ -202,7 +202,7 @@ def is_value(answer: str, values: tuple[Any, ...]) -> bool:
 
 
 def json_value(kind: dict[str, Any]) -> Any:
-    """What JSON has for a value that `calls.py` wrote. A set has no order, so it is no list."""
+    """Converts a kind of `calls.py` to plain JSON. Raises ``KeyError`` for a set, which no JSON value equals."""
     ((name, items),) = kind.items()
     if name == "dict":
         return {key if isinstance(key, str) else json.dumps(key): item for key, item in items}
@@ -210,7 +210,7 @@ def json_value(kind: dict[str, Any]) -> Any:
 
 
 def same_text(actual: str, expected: str) -> bool:
-    """Whether the lines that are not empty have the same words. Decimal numbers may differ by `TOLERANCE`."""
+    """Whether two texts have the same words in the same lines. Empty lines do not count; decimals have a tolerance."""
     left, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (actual, expected))
     return len(left) == len(right) and all(map(same_line, left, right))
 

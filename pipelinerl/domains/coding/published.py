@@ -22,7 +22,7 @@ PARTS = (
 )  # fmt: skip
 """Columns that count together."""
 MAX_BYTES = 1 << 30
-"""Of a row's compressed tests."""
+"""Size of a row's tests after decompression: a few bytes can decompress to more than the memory of the machine."""
 DEFINITION = re.compile(r"^[ \t]*def[ \t]+(\w+)", re.MULTILINE)
 
 Row = dict[str, Any]
@@ -35,9 +35,9 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
     Args:
         row: column → value.
         name: the column of the tests. None: those of `PARTS`, or the first of `USUAL` that has a value.
-        max_tests: no more than this. None: all.
+        max_tests: maximum number of tests. None: all.
     Raises:
-        UnusableRow: there are none, or they cannot be run.
+        UnusableRow: there are no tests, or they cannot be run.
     """
     try:
         tests = form_of(value_of(row, name), row)
@@ -57,7 +57,7 @@ def usable_tests(row: Row, name: str | None, max_tests: int | None) -> Tests:
 
 
 def value_of(row: Row, name: str | None) -> Any:
-    """Returns what the columns of the tests hold."""
+    """Returns the value of the column of the tests, or the cases of several columns."""
     parts = [cases_of(decoded(row[column])) for column in PARTS if not is_unusable(row.get(column))]
     if parts and not name:
         return [case for cases in parts for case in cases]
@@ -93,7 +93,7 @@ def form_of(value: Any, row: Row) -> Tests:
 
 
 def cases_of(value: Any) -> Any:
-    """Returns CodeContests' ``{"input": […], "output": […]}`` as a list of cases, and anything else as it is."""
+    """Returns CodeContests' ``{"input": […], "output": […]}`` as a list of cases, and other values unchanged."""
     if isinstance(value, dict) and isinstance(value.get("input"), list) and isinstance(value.get("output"), list):
         pairs = zip(value["input"], value["output"], strict=True)
         return [{"input": given, "output": expected} for given, expected in pairs]
@@ -114,7 +114,7 @@ def of_cases(cases: list[Row], row: Row) -> Tests:
 
 
 def as_texts(tests: Tests) -> Tests:
-    """Returns the same tests as texts, which every message between processes can hold."""
+    """Returns the tests as texts, so that they fit into messages between processes."""
     if "asserts" in tests:
         return tests
     inputs, outputs, function = tests["inputs"], tests["outputs"], tests.get("fn_name")
@@ -132,10 +132,10 @@ def as_texts(tests: Tests) -> Tests:
 
 
 def decoded(value: Any) -> Any:
-    """Decodes JSON, and JSON that LiveCodeBench compressed. Returns another text, such as code, as it is.
+    """Decodes JSON, and JSON that LiveCodeBench compressed. Returns other texts, such as code, unchanged.
 
     Raises:
-        DomainError: the compressed text is too large, or no text.
+        DomainError: the compressed data is too large, cut off, or not a text.
     """
     if not isinstance(value, str):
         return value
@@ -154,7 +154,7 @@ def decoded(value: Any) -> Any:
 
 
 def unpickled_text(content: bytes) -> str:
-    """Returns the text in a pickle that holds nothing else. No code of the pickle runs."""
+    """Returns the text in a pickle that holds only a text. No code of the pickle runs."""
     try:
         value = TextUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle raises any exception

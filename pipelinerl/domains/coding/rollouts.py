@@ -1,4 +1,4 @@
-"""Coding problems from Hugging Face data sets or local files, and the rollout of one with one program as answer."""
+"""Coding problems from data sets or local files, and their rollout: one answer, which is a program."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ NAMED: dict[str, tuple[str, str | None]] = {
     "intellect3_code": (INTELLECT, None),
     "intellect3_lcbv5": (INTELLECT, "lcbv5"),
 }
-"""Name → (data set, the `source` in its column `info` that counts)."""
+"""Name → (data set, the `source` in its column `info` to keep; None: all rows)."""
 QUESTIONS = (*USUAL_QUESTIONS, "question_content", "text", "description")
 """Usual columns of the task. The last three are LiveCodeBench's, MBPP's and CodeContests'."""
 
@@ -45,9 +45,9 @@ def load_problems(
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``NAMED``.
         columns: field → column. By default the first of `QUESTIONS`, and what `published.usable_tests` looks for.
-        max_problems: maximum of rows that are read per data set. None: all.
-        max_tests: use only the first tests of a problem. None: all.
-        streaming: read Hugging Face data sets as a stream.
+        max_problems: maximum number of rows to read per data set. None: all.
+        max_tests: maximum number of tests per problem, the first ones. None: all.
+        streaming: read Hugging Face data sets as a stream instead of downloading them.
         max_left_out: largest share of a data set's rows that may be left out because they cannot be judged.
     Raises:
         DomainError: ``columns`` has another field, ``max_tests`` is less than 1, or too many rows cannot be judged.
@@ -91,7 +91,7 @@ def problem_of(
 
 
 def interface(tests: dict[str, Any], starter_code: Any) -> str:
-    """Returns what a task says of the function's arguments: the row's starter code, or the first assertion."""
+    """Returns the text that shows the function's arguments: the row's starter code, or the first assertion."""
     if isinstance(starter_code, str) and starter_code.strip():
         return f"\n\nBegin with this code:\n```python\n{starter_code.rstrip()}\n```"
     return f"\n\nThis must hold: `{tests['asserts'][0]}`" if "asserts" in tests else ""
@@ -112,7 +112,7 @@ def instructions(tests: dict[str, Any]) -> str:
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """Runs one rollout. With ``cfg.environment.partial_credit`` (default false) the share of passed tests counts."""
+    """Runs one rollout. With ``cfg.environment.partial_credit`` (default false), passed tests earn partial credit."""
     partial_credit = (cfg.get("environment") or {}).get("partial_credit", False)
 
     async def judge_program(output: str) -> Verdict:

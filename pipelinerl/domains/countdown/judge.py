@@ -1,15 +1,14 @@
 r"""Judges a countdown answer: the last ``<answer>…</answer>`` must hit the target with the given numbers.
 
-It is cheap and bounded, so the domain calls it directly. The verifier offers it too. Arithmetic is parsed by recursive
-descent and evaluated exactly and within limits, never with ``eval``:
+Its cost is bounded, so the domain calls it directly. The verifier offers it, too. Values are exact, never by ``eval``:
 
     expression = term  { ("+" | "-" | "−") term }
     term       = atom  { ("*" | "×" | "·" | "⋅" | "\times" | "\cdot" | "/" | "÷" | "\div") atom }
     atom       = number | "(" expression ")" | "\frac" "{" expression "}" "{" expression "}"
     number     = ASCII digits without leading zeros, at most MAX_DIGITS
 
-Spaces, ``\left`` and ``\right`` are allowed between symbols. Anything else, such as signs and
-powers, raises ``ExpressionError``.
+Spaces, ``\left`` and ``\right`` are allowed between symbols. Anything else, such as signs and powers, raises
+``ExpressionError``.
 """
 
 import re
@@ -47,7 +46,7 @@ class Evaluated:
 
 
 def evaluate(text: str) -> Evaluated:
-    """Returns the value of an expression and the numbers in it. Raises ExpressionError."""
+    """Returns the value of an expression and the numbers in it. Raises ``ExpressionError``."""
     reader = TokenReader(tokens_of(text))
     value = reader.expression(depth=0)
     if reader.next is not None:
@@ -104,7 +103,7 @@ class TokenReader:
         return value
 
     def group(self, depth: int, closing: str) -> Fraction:
-        """An expression and the bracket that closes it."""
+        """Reads an expression and its closing bracket."""
         if depth == MAX_DEPTH:
             raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
         value = self.expression(depth + 1)
@@ -141,7 +140,7 @@ def quotient(top: Fraction, bottom: Fraction) -> Fraction:
 
 
 def part_to_judge(prediction: str) -> str:
-    """Returns what ``judge`` reads of an output: its last answer, cut where it is too long for the grammar anyway."""
+    """Returns the part of an output that ``judge`` reads: its last answer, cut where the grammar refuses it anyway."""
     answer = last_answer(prediction)
     return "" if answer is None else f"{OPENING}{answer[: 3 * MAX_LENGTH]}{CLOSING}"
 
@@ -163,11 +162,7 @@ def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Ver
 def judge_expression(text: str, numbers: Sequence[int], target: int, *, use_all: bool = True) -> Verdict:
     """Judges a bare expression, which ``= value`` may follow.
 
-    Args:
-        text: the expression.
-        numbers: the given numbers.
-        target: the value to reach.
-        use_all: every number must be used, otherwise each at most once.
+    ``use_all``: every number must be used, otherwise each at most once.
     """
     expression, equals, claim = text.partition("=")
     try:

@@ -1,7 +1,4 @@
-"""Countdown problems, generated from a seed, and the rollout of one with one expression as answer.
-
-A problem's content decides its part, so train and test are disjoint.
-"""
+"""Countdown problems, generated from a seed, and their rollout: one answer, which is an expression."""
 
 from fractions import Fraction
 from random import Random
@@ -38,7 +35,7 @@ def apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 
 def draw_target(rng: Random, numbers: list[int], operators: str) -> int | None:
-    """Returns the value of a random expression that uses every number once. None if a step broke the game's rule."""
+    """Returns the value of a random expression that uses every number once. None: a step broke the game's rule."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
@@ -64,10 +61,10 @@ def load_problems(
 
     Args:
         dataset_names: any of ``train`` and ``test``.
-        num_numbers: fewest and most numbers of a problem.
+        num_numbers: minimum and maximum count of numbers in a problem.
         max_number: numbers are drawn from 1 … max_number.
         max_target: largest target.
-        operators: those of ``+-*/`` that the generator uses. The player may always use all four.
+        operators: the operators of ``+-*/`` that the generator uses. The player may always use all four.
         use_all: whether an answer must use every number.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
@@ -102,7 +99,7 @@ def draw_problem(
     held_out: bool,
     seen: set[tuple[tuple[int, ...], int]],
 ) -> tuple[list[int], int] | None:
-    """Draws a new problem of the wanted part. Returns None after ``MAX_TRIES`` failures, as there may be no more."""
+    """Draws a new problem of the wanted part. None after ``MAX_TRIES`` failures: all may have been drawn."""
     for _ in range(MAX_TRIES):
         numbers = [rng.randint(1, max_number) for _ in range(rng.randint(*num_numbers))]
         target = draw_target(rng, numbers, operators)

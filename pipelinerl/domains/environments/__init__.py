@@ -1,5 +1,4 @@
-"""Role ``environment``: starts an environment server of the user's own and watches that it answers.
+"""Role ``environment``: starts an environment server of the user's and watches that it answers.
 
-``__main__`` is the role. ``serve`` is its child, which makes the class of an entry of ``environments`` and calls
-``launch``.
+``__main__`` is the role. Its child, ``serve``, makes the class of an entry of ``environments`` and calls ``launch``.
 """

@@ -1,7 +1,7 @@
 """``python -m pipelinerl.domains.environments --run-dir R --job environment_0``
 
-Runs until the role is asked to stop. The answers of the server are the role's heartbeat, so a frozen server is a frozen
-role. A server that ends fails the role. The supervisor restarts both.
+Runs until the role is asked to stop. The server's answers are the role's heartbeat. If the server freezes or ends, the
+role counts as frozen or failed, and the supervisor restarts both.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pipelinerl.world.process import kept
 
 POLL_S = 0.5
 STOP_S = 5.0
-"""From SIGTERM to SIGKILL of the server."""
+"""Seconds from SIGTERM to SIGKILL of the server."""
 
 
 def main(context: RoleContext) -> None:
@@ -38,7 +38,7 @@ def main(context: RoleContext) -> None:
 
 @contextlib.contextmanager
 def serving(context: RoleContext) -> Iterator["subprocess.Popen[bytes]"]:
-    """The environment's process. It ends with the block, and with the role however that ends."""
+    """Yields the environment's process. It ends with the block, and with the role, however that ends."""
     job = context.job
     where = ("--run-dir", str(context.run_dir), "--index", str(job.environment_index))
     address = ("--port", str(job.port), "--host", listen_address(job.hostname) or context.world.bind_host)

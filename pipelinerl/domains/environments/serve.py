@@ -22,7 +22,7 @@ from pipelinerl.observability.logging import show_prints
 
 
 def check_class(server: EnvironmentServer) -> None:
-    """Imports the environment's class, and makes nothing.
+    """Imports the environment's class, without an object of it.
 
     Raises:
         DomainError: it cannot be imported, or has no method ``launch``.

@@ -1,9 +1,8 @@
 """Environments of other projects as domains, one module each: ``load_problems`` and ``generate_rollout``.
 
-Each imports its library, which is an extra of this package, and says which one is missing. What a rollout needs stands
-in its problem, so that an experiment may have several of them. A failure of what a library talks to (a server that is
-down, a time-out, an answer that is no answer) is a ``TransportError`` or a ``TimeoutError``: the attempt is repeated
-and counted, and has no reward.
+Each imports its library, an extra of this package. A problem holds all settings of its rollout, so an experiment may
+use a library several times. If a library's server is down, late or broken, ``TransportError`` or ``TimeoutError`` is
+raised: the attempt is repeated and counted, and has no reward.
 """
 
 import importlib
@@ -22,7 +21,7 @@ from pipelinerl.rollouts import RolloutResult
 from pipelinerl.utils import get_environment_jobs
 
 TEST_SEEDS = 2**30
-"""Seeds from here on are of test problems."""
+"""First seed of test problems: no training has that many problems."""
 
 
 def library(module: str, extra: str) -> Any:
@@ -37,7 +36,7 @@ def library(module: str, extra: str) -> Any:
 
 @contextmanager
 def asking(peer: str, *failures: type[Exception]) -> Iterator[None]:
-    """Turns errors of the connection to ``peer``, and the library's own ``failures``, into ``TransportError``."""
+    """Turns ``OSError`` and the library's ``failures`` into a ``TransportError`` about ``peer``."""
     kinds: tuple[type[Exception], ...] = (OSError, *failures)
     try:
         yield
@@ -58,7 +57,7 @@ async def play(
     session: aiohttp.ClientSession,
     episode: TextEnvironment,
 ) -> RolloutResult:
-    """Plays an episode of one of ``seeded_problems``, whose messages begin with ``actor.system_prompt``."""
+    """Plays an episode of one of ``seeded_problems``, with ``actor.system_prompt`` as the first message."""
     return await play_text_environment(
         llm,
         session,
@@ -73,14 +72,14 @@ async def play(
 def seeded_problems(
     domain: str, dataset_names: list[str], environments: Mapping[str, Any], sizes: Mapping[str, int], seed: int
 ) -> list[dict[str, Any]]:
-    """Makes problems ``{"dataset", "environment", "settings", "seed"}``: environments in turn, each its own seed.
+    """Makes problems ``{"dataset", "environment", "settings", "seed"}``: environments in turn, one seed per problem.
 
     Args:
-        domain: its name, for error messages.
+        domain: name of the domain, for error messages.
         dataset_names: keys of ``sizes``.
-        environments: name → its settings.
+        environments: name → settings.
         sizes: number of problems in ``train`` and ``test``.
-        seed: the first one of ``train``. ``test`` has seeds that no training has.
+        seed: the first seed of ``train``. ``test`` begins at `TEST_SEEDS`.
     """
     names = list(environments)
     problems = []
@@ -100,8 +99,8 @@ def address_of(cfg: DictConfig, name: str, *, replica: int = 0, own_path: str = 
 
     Args:
         cfg: the run's configuration.
-        name: an address, which is returned as it is, or the key of one of the run's ``environments``.
-        replica: any number, which chooses one of several replicas.
+        name: an address, which is returned unchanged, or the key of one of the run's ``environments``.
+        replica: any number. It chooses one of several replicas.
         own_path: path at the run's own servers.
     Raises:
         DomainError: the run has no such environment.

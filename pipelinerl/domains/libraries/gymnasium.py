@@ -40,14 +40,14 @@ def load_problems(
     Args:
         dataset_names: any of ``train`` and ``test``, which share no seed.
         environments: name of an environment → its settings, as ``gymnasium.make`` takes them.
-        parse_action: dotted name of a function from a text to an action, or None where it names none. By default the
-            last number is the action of a ``Discrete`` space, and the text that of a ``Text`` space.
+        parse_action: dotted name of a function from a text to an action, or to None where the text names none. By
+            default the last number is the action in a ``Discrete`` space, and the text in a ``Text`` space.
         show: dotted name of a function from an observation to a text. By default ``str``.
         max_turns: longest episode.
         invalid_reward: reward of a text that names no action.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
-        seed: the first one of ``train``.
+        seed: the first seed of ``train``.
     """
     rules = {"parse_action": parse_action, "show": show, "max_turns": max_turns, "invalid_reward": invalid_reward}
     sizes = {"train": num_train_problems, "test": num_test_problems}
@@ -55,7 +55,7 @@ def load_problems(
 
 
 class TextActions:
-    """An environment that takes texts as actions.
+    """A ``gymnasium.Env`` whose actions and observations are texts.
 
     Args:
         environment: ``gymnasium.Env``.
@@ -87,7 +87,7 @@ class TextActions:
 
 
 def action_parser(space: Any) -> Callable[[str], Any]:
-    """Returns the function from a text to an action of the space. Raises ``DomainError`` if there is none."""
+    """Returns the function from a text to an action. Raises ``DomainError`` for a space whose actions are not texts."""
     if isinstance(space, gym.spaces.Text):
         return str.strip
     if isinstance(space, gym.spaces.Discrete):

@@ -1,8 +1,8 @@
 """Servers of the Model Context Protocol as tools, over standard input and output (a process) or HTTP.
 
-Every rollout has sessions of its own. Problems name their servers, and the configuration says what those are, because
-problems are recorded. What a tool answers is text for the policy, and so is its refusal of a call. A
-server that does not answer, or fails, ends the rollout with that error.
+Every rollout has sessions of its own. Problems are recorded, so they only name their servers; the configuration holds
+their commands and keys. The policy reads a tool's answer, and also its refusal of a call. A server that fails or does
+not answer ends the rollout with an error.
 """
 
 import errno
@@ -43,13 +43,13 @@ types = library("mcp.types", "mcp")
 
 TIMEOUT_S = 60.0
 MAX_LINE_CHARS = 2000
-"""Longer lines of a program's error output become several."""
+"""Longer lines of a program's error output are split, so that an endless one does not fill the memory."""
 PATIENCE_S = 1.0
-"""From SIGTERM to SIGKILL of a server's process. The SDK kills it 2 s after its own SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL of a server's process. Less than the 2 s after which the SDK kills its keeper."""
 MAX_PAGES, MAX_LISTED_CHARS = 100, 2**20
-"""Of a server's list of tools. Every prompt holds the whole list, so a longer one fits into no context."""
+"""Limits of a server's list of tools. Every prompt holds the whole list, so a longer one would not fit a context."""
 REFUSALS = (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
-"""Codes of errors that a call causes. All others are the server's."""
+"""Error codes that a wrong call causes. All others are failures of the server."""
 
 required_problem_keys = ("task", "answer", "servers")
 
@@ -67,14 +67,13 @@ def load_problems(
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``.
-        servers: name → ``{"command": …, "args": […], "env": {…}}`` for a process of each rollout, or
-            ``{"url": …, "headers": {…}}``, where the address may be the key of one of the run's ``environments``. The
-            rollouts look it up in `dataset_loader_params` of the configuration.
+        servers: name → ``{"command": …, "args": […], "env": {…}}`` for one process per rollout, or
+            ``{"url": …, "headers": {…}}``, where the URL may be the key of one of the run's ``environments``.
         columns: field → column: ``{"task": …, "answer": …}``.
-        max_turns: LLM calls of a rollout.
-        timeout_s: longest wait for an answer of a server.
-        judge: dotted name of a function from the policy's last message and the problem's answer to a ``Verdict``. By
-            default the message holds ``<answer>…</answer>``.
+        max_turns: maximum number of LLM calls in a rollout.
+        timeout_s: longest wait for an answer of a server, in seconds.
+        judge: dotted name of a function (the policy's last message, the problem's answer) → ``Verdict``. By default the
+            answer in ``<answer>…</answer>`` is compared.
         max_left_out: largest share of a data set's rows that may lack a question or an answer. They are left out.
     """
     named = checked_columns(columns, ("task", "answer"))
@@ -106,11 +105,7 @@ class McpServer:
 
 
 class Tools:
-    """The tools of connected servers.
-
-    Args:
-        clients: name of a server → its connected client.
-    """
+    """The tools of connected servers. ``clients``: name of a server → its connected client."""
 
     def __init__(self, clients: dict[str, Any]):
         self._clients = clients
@@ -119,7 +114,7 @@ class Tools:
         """In OpenAI's format."""
 
     async def list(self) -> None:
-        """Asks the servers which tools they have. Those beyond the limits of a list are left out.
+        """Lists the tools of all servers. Tools beyond the limits of a list are left out.
 
         Raises:
             DomainError: two tools have the same name.
@@ -146,7 +141,7 @@ class Tools:
         self.descriptions.append(description)
 
     async def call(self, call: ToolCall) -> str:
-        """Calls a tool and returns what the policy reads. Raises ``TransportError`` if its server fails."""
+        """Calls a tool and returns the text for the policy. Raises ``TransportError`` if the server fails."""
         name = call.function.name
         if name not in self._owners:
             return f"error: there is no tool {name[:50]!r}"
@@ -174,9 +169,9 @@ async def open_tools(
     """Connects to servers and lists their tools. Processes end with the block.
 
     Args:
-        cfg: the run's configuration, which knows the addresses of its ``environments``.
+        cfg: the run's configuration, with the addresses of its ``environments``.
         servers: see ``load_problems``, with values in place of references.
-        timeout_s: longest wait for an answer.
+        timeout_s: longest wait for an answer, in seconds.
     Raises:
         TransportError: a server cannot be reached or failed.
         DomainError: a program does not exist.
@@ -193,7 +188,7 @@ async def open_tools(
 
 
 async def transport_of(cfg: DictConfig, name: str, server: dict[str, Any], stack: AsyncExitStack) -> Any:
-    """Returns what ``mcp.Client`` connects to. Its HTTP client is closed with the stack."""
+    """Returns the transport for ``mcp.Client``. Its HTTP client is closed with the stack."""
     if "url" in server:
         address = address_of(cfg, server["url"], own_path="/mcp")
         client = await stack.enter_async_context(http.AsyncClient(headers=server.get("headers"), timeout=None))
@@ -203,7 +198,7 @@ async def transport_of(cfg: DictConfig, name: str, server: dict[str, Any], stack
 
 @contextmanager
 def logged(server: str) -> Iterator[TextIO]:
-    """Yields a file whose lines become events of this process's log, which shows neither secrets nor their effects."""
+    """Yields a file whose lines become events of this process's log, which redacts secrets."""
     read, write = os.pipe()
 
     def log_lines() -> None:
@@ -220,7 +215,7 @@ def servers_of(cfg: DictConfig, names: list[str]) -> dict[str, dict[str, Any]]:
     """Returns the servers of these names from the configuration.
 
     Raises:
-        DomainError: it has none of this name, or two domains have different ones.
+        DomainError: a server is not configured, or two domains have different ones of this name.
     """
     places = [cfg, *(cfg.get("domains") or ())]
     tables = [OmegaConf.select(place, "dataset_loader_params.servers") or {} for place in places]
@@ -236,10 +231,10 @@ def servers_of(cfg: DictConfig, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def kept_server(given: Any) -> Any:
-    """Returns the parameters of a server's process that ends with its rollout, with all that it starts.
+    """Returns parameters with which a server's process, and all that it starts, ends with its rollout.
 
     Raises:
-        FileNotFoundError: there is no such program.
+        FileNotFoundError: the program does not exist.
     """
     marks = {name: os.environ[name] for name in (RUN_VARIABLE, ROLE_VARIABLE) if name in os.environ}
     variables = marks | (given.env or {})
@@ -252,7 +247,7 @@ def kept_server(given: Any) -> Any:
 
 @functools.cache
 def say_cut(server: str) -> None:
-    """Says once of each server that not all of its tools are used."""
+    """Warns, once per server, that not all of its tools are used."""
     limits = (MAX_PAGES, MAX_LISTED_CHARS)
     log.warning("event=tools_left_out server=%s limit_pages=%d limit_chars=%d: the later ones", server, *limits)
 
@@ -279,7 +274,7 @@ def describe(tool: Any) -> dict[str, Any]:
 
 
 def as_text(result: Any) -> str:
-    """Returns the texts of a result, else its structured content. Other content is named."""
+    """Returns the texts of a result, else its structured content. Other parts become ``[their type]``."""
     texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

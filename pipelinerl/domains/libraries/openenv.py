@@ -1,7 +1,7 @@
-"""Environment servers of OpenEnv (``openenv-core``), the run's own or others, spoken to over their web socket.
+"""Environment servers of OpenEnv (``openenv-core``), the run's own or others, over their web socket.
 
-Every rollout has a session of its own at one server. An action that the server finds invalid ends the episode. All
-other errors of a server are failures of the server, whatever caused them, and no reward.
+Every rollout has a session of its own at one server. An action that the server finds invalid ends the episode. Any
+other error counts as a failure of the server, without a reward.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ client_module = library("openenv.core.generic_client", "openenv")
 websockets = library("websockets.exceptions", "openenv")
 
 CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
-"""Codes of a server's errors: it has no session left, and it cannot read what it got."""
+"""Error codes of a server: no session is left; the request is invalid."""
 FIRST_DELAY_S = 0.2
-"""Before a server that had no session left is asked again."""
+"""Seconds before the first repetition at a server without a free session."""
 WAIT_S = 60.0
-"""How long a rollout waits for a session before it gives up."""
+"""Seconds that a rollout waits for a session. A longer shortage needs more replicas or less concurrency."""
 
 required_problem_keys = ("environment", "seed", "max_turns")
 
@@ -50,16 +50,16 @@ def load_problems(
 
     Args:
         dataset_names: any of ``train`` and ``test``, which share no seed.
-        environments: key of one of the run's ``environments``, or address of another server → what its ``reset`` gets
-            beside the seed.
+        environments: key of one of the run's ``environments``, or address of another server → arguments of its
+            ``reset`` besides the seed.
         action_field: field of the action that holds the text.
-        parse_action: dotted name of a function from a text to a whole action, or None where it is none.
+        parse_action: dotted name of a function from a text to a whole action, or to None where the text is invalid.
         show: dotted name of a function from an observation (a mapping) to a text. By default its only field, or JSON.
         max_turns: longest episode.
-        invalid_reward: reward of a text that is no action.
+        invalid_reward: reward of an invalid action.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
-        seed: the first one of ``train``.
+        seed: the first seed of ``train``.
     """
     rules = {
         "action_field": action_field,
@@ -93,11 +93,11 @@ class OpenEnvSession:
     """One episode at a server, with the interface of ``gymnasium.Env``. ``close`` it.
 
     Args:
-        url: of the server.
-        settings: what ``reset`` gets beside the seed.
+        url: URL of the server.
+        settings: arguments of ``reset`` besides the seed.
         parse_action: text → action, or None.
         show: observation → text.
-        invalid_reward: reward of a text that is no action.
+        invalid_reward: reward of an invalid action.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class OpenEnvSession:
         self._client: Any = client_module.GenericEnvClient(base_url=url)
 
     async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begins the episode. A server without a free session is asked again for ``WAIT_S``."""
+        """Begins the episode. Waits up to ``WAIT_S`` for a free session."""
         deadline = time.monotonic() + WAIT_S
         for repetition in itertools.count():
             try:
@@ -145,9 +145,9 @@ class OpenEnvSession:
                 return await method(*args, **kwargs)
         except TransportError as error:
             if method == self._client.reset and isinstance(error.__cause__, websockets.ConnectionClosedOK):
-                raise NoSessionError(str(error), 503) from error  # it may close before it is heard why
+                raise NoSessionError(str(error), 503) from error  # it closed before its error arrived
             raise
-        except RuntimeError as error:  # what the server answers instead of a result
+        except RuntimeError as error:  # the server answered with an error
             said = str(error)
             if f"(code: {CAPACITY})" in said:
                 raise NoSessionError(said, 503) from error
@@ -161,7 +161,7 @@ class NoSessionError(ServerError):
 
 
 class InvalidRequestError(DomainError):
-    """The server cannot read the action, or what ``reset`` gets."""
+    """The server refuses the action, or the arguments of ``reset``."""
 
 
 def as_text(observation: dict[str, Any]) -> str:

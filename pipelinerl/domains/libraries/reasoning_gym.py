@@ -1,7 +1,7 @@
-"""Tasks of ``reasoning-gym``: generated from a seed, and judged by the score of the task's own function.
+"""Tasks of ``reasoning-gym``: generated from a seed, and scored by the task's own function.
 
-An entry of a task is a function of the task's settings, the seed and its index, so a problem holds these alone, and
-the process that judges generates the entry again. About one entry in ten is held out for ``test``, by its question.
+A problem only holds the task's settings, the seed and an index, from which the judging process generates the entry
+again. About one entry in ten is held out for ``test``, by its question.
 """
 
 import json
@@ -24,7 +24,7 @@ gym = library("reasoning_gym", "reasoning-gym")
 utils = library("reasoning_gym.utils", "reasoning-gym")
 
 MAX_MISSES = 1000
-"""Entries in a row that give no new problem. Then the task has no more."""
+"""A task is exhausted after this many entries in a row without a new problem."""
 CACHED_TASKS = 256
 
 required_problem_keys = ("task", "name", "settings", "index")
@@ -37,16 +37,16 @@ def load_problems(
     num_test_problems: int = 256,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Generates the problems of ``train`` and ``test``, the same number of each task, no question twice.
+    """Generates the problems of ``train`` and ``test``: equally many of each task, no question twice.
 
     Args:
         dataset_names: any of ``train`` and ``test``.
         tasks: name of a task → its settings, as ``reasoning_gym.create_dataset`` takes them.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
-        seed: of the entries. ``test`` is the same for every seed.
+        seed: seed of the entries of ``train``. ``test`` is the same for every seed.
     Raises:
-        DomainError: no such task or setting.
+        DomainError: the library has no such task or setting.
     """
     problems = []
     for name in dataset_names:

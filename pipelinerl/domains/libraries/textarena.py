@@ -1,7 +1,7 @@
-"""Games of ``textarena``, played by the policy in seat 0. Other seats are played by a function of the user's own.
+"""Games of ``textarena``: the policy plays seat 0, and a function of the user plays the other seats.
 
-A game begins from a seed, which all attempts of a group share. The reward is what the game gives seat 0, and 1 or more
-is a success.
+A game begins from a seed, which all attempts of a group share. The reward is the game's for seat 0; 1 or more is a
+success.
 """
 
 import random
@@ -21,13 +21,13 @@ from pipelinerl.rollouts import RolloutResult
 ta = library("textarena", "textarena")
 
 Player = Callable[[str], str]
-"""What a player reads → what it does."""
+"""Observation → action."""
 
 POLICY = 0
 """The policy's seat."""
 
 _seeding = threading.Lock()
-"""Games draw their start from Python's global random numbers, which one thread at a time may seed."""
+"""Held while a game draws its start from Python's global random numbers, which are seeded for it."""
 
 required_problem_keys = ("environment", "seed", "max_turns")
 
@@ -52,7 +52,7 @@ def load_problems(
         max_turns: the policy's turns. A game that has not ended by then has reward 0.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
-        seed: the first one of ``train``.
+        seed: the first seed of ``train``.
     """
     if num_players > 1 and opponent is None:
         raise DomainError(f"num_players={num_players} needs `opponent`, a function that plays the other seats")
@@ -65,10 +65,10 @@ class TextArenaGame:
     """A game with the interface of ``gymnasium.Env``, seen from seat 0.
 
     Args:
-        name: of the game. Its version without wrappers (``-raw``) is played, if there is one: its observations hold
-            what is new, and the conversation holds the rest.
-        settings: of the game.
-        num_players: seats.
+        name: name of the game. If it has a version without wrappers (``-raw``), that is played: its observations only
+            hold what is new, since the conversation holds the rest.
+        settings: settings of the game.
+        num_players: number of seats.
         opponent: plays the other seats.
     """
 
@@ -97,7 +97,7 @@ class TextArenaGame:
         return "", reward, True, False, {"success": reward >= 1}
 
     def _next_turn(self, done: bool) -> str | None:
-        """Plays the other seats until it is the policy's turn. Returns what it sees then, or None if the game ended."""
+        """Plays the other seats until it is the policy's turn. Returns its observation, or None if the game ended."""
         while not done:
             seat, seen = self._game.get_observation()
             if seat == POLICY:
@@ -108,7 +108,7 @@ class TextArenaGame:
 
 
 def as_text(seen: str | list[tuple[int, str, Any]]) -> str:
-    """Returns the messages of an observation without the actions of players, of which the game tells the outcome."""
+    """Returns the messages of an observation without the players' actions: the game reports their outcome."""
     if isinstance(seen, str):
         return seen
     return "\n".join(message for _, message, kind in seen if kind.name != "PLAYER_ACTION")

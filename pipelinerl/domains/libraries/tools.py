@@ -1,6 +1,6 @@
-"""Asks until an answer calls no tool, and judges that answer: the rollout of a task with tools.
+"""The rollout of a task with tools: calls the policy until an answer calls no tool, and judges that answer.
 
-The tools are described in OpenAI's format, and every turn gets the rollout's reward.
+Every turn gets the rollout's reward.
 """
 
 import re
@@ -34,7 +34,7 @@ class ToolUseMetrics(BaseMetrics):
 
 
 def judge(text: str, answer: str) -> Verdict:
-    """Judges the last answer. A numeric reference is compared exactly, any other as text without regard to case."""
+    """Judges the last answer in tags. Numbers are compared exactly, other references as text, ignoring case."""
     found = (last_answer(text) or "").strip()
     if not 0 < len(found) <= MAX_ANSWER_CHARS:
         return no_answer()
@@ -72,8 +72,8 @@ async def answer_with_tools(
         problem: ``task`` and ``answer``.
         session: HTTP session of the rollout.
         tools: descriptions in OpenAI's format.
-        call_tool: runs a tool and returns what the policy reads. A result that contains "error: " counts as one.
-        max_turns: LLM calls.
+        call_tool: runs a tool and returns the text for the policy. A result that contains "error: " counts as an error.
+        max_turns: maximum number of LLM calls.
         judge: (the last answer, the problem's answer) → verdict.
     """
     started = time.monotonic()

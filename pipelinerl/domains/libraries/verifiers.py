@@ -1,8 +1,8 @@
 """Environments of ``verifiers`` (``verifiers.v1``): its tasks, programs, tool servers and rewards.
 
-A rollout is an episode of the library against an endpoint that records the policy. The reward is what the library's
-rewards and judges add up to. An error that the library puts on a trace ends the rollout with an error of ours: code of
-the task is the domain's, anything else is infrastructure and is repeated.
+A rollout is an episode of the library against an endpoint that records the policy, and its reward is the library's. An
+error that the library records on a trace ends the rollout: with ``DomainError`` for the task's code, else with an
+infrastructure error, and the attempt is repeated.
 
 The library's own programs run in a process each. ``ChatHarness``, the default here, is the same chat loop without one.
 """
@@ -36,9 +36,9 @@ openai = library("openai", "verifiers")
 __all__ = ["ChatHarness", "generate_rollout", "load_problems"]
 
 HARNESS = "pipelinerl"
-"""Name of ``ChatHarness`` in configurations of the library."""
+"""Name of ``ChatHarness`` in the library's configurations."""
 NO_KEY_VARIABLE = "PIPELINERL_NO_API_KEY"
-"""Never set. The library reads a key from a variable, ours is a header."""
+"""A variable that is never set: the library reads a key from a variable, but ours is a header."""
 OF_THE_TASK = ("TaskError", "EnvError")
 """Errors of the environment's own code."""
 
@@ -60,11 +60,11 @@ def load_problems(
         env: the library's block ``env``: ``{"taskset": {"id": …}, "agent": {…}}``. An agent is played on this machine
             by ``ChatHarness`` unless it says otherwise.
         test_env: the block for ``test``. None: about one task in ten is held out, by its content.
-        num_train_problems: of ``train``. None: all.
-        num_test_problems: of ``test``. None: all.
-        success_reward: least reward of a success.
+        num_train_problems: size of ``train``. None: all.
+        num_test_problems: size of ``test``. None: all.
+        success_reward: minimum reward of a success.
     Raises:
-        DomainError: the block is not valid, or a taskset without an end has no number.
+        DomainError: the block is not valid, or a taskset without an end has no size.
     """
     problems = []
     for name in dataset_names:
@@ -115,7 +115,7 @@ _serving: set[asyncio.Task[None]] = set()
 
 
 async def shared_tools(block: str) -> Any:
-    """Returns the tool servers that all rollouts of this worker share. They end with its event loop."""
+    """Returns the tool servers that all rollouts of this worker share. They end with the worker's event loop."""
     servers = _shared.setdefault(asyncio.get_running_loop(), {})
     if block not in servers:
         servers[block] = ready = asyncio.get_running_loop().create_future()
@@ -125,7 +125,7 @@ async def shared_tools(block: str) -> Any:
                 async with make_env(block).shared_tools() as tools:
                     ready.set_result(tools)
                     await asyncio.Event().wait()
-            except Exception as error:  # noqa: BLE001 — handed to the rollouts that wait for the tools
+            except Exception as error:  # noqa: BLE001 — the waiting rollouts raise it
                 servers.pop(block, None)
                 if not ready.done():
                     ready.set_exception(TransportError(f"the shared tools of {block} did not start: {error}"))

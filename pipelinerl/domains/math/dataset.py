@@ -1,7 +1,4 @@
-"""Loads mathematical problems with reference answers. The configuration maps the columns.
-
-The data sets that PipelineRL's configurations name are known: where each lies, which rows count, and its columns.
-"""
+"""Loads mathematical problems with reference answers. `NAMED` holds the data sets of PipelineRL's configurations."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ TESTS = (
     "tests", "test_cases", "unit_tests", "public_tests", "private_tests", "public_test_cases", "private_test_cases",
     "input_output", "starter_code", "fn_name", "entry_point", "canonical_solution",
 )  # fmt: skip
-"""Columns of the published sets of programming problems."""
+"""Columns of published programming problems. A row with one of them is not mathematics."""
 ORZ = "https://raw.githubusercontent.com/Open-Reasoner-Zero/Open-Reasoner-Zero/refs/heads/main/data/orz_math_"
 SIMPLERL = (
     "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/refs/heads/v0/train/data/"
@@ -27,7 +24,7 @@ SIMPLERL = (
 )
 EURUS_ENDING = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 COMPETITION_REPEATS = 16
-"""Competitions have 30 to 43 problems. PipelineRL evaluates each 16 times, without this under `<name>_original`."""
+"""PipelineRL evaluates each of a competition's 30 to 43 problems 16 times, and once under `<name>_original`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +34,11 @@ class NamedDataset:
     source: str
     """As `pipelinerl.domains.datasets` reads it."""
     read: Callable[[Row], Row] | None = None
-    """Row → `{"task", "answer"}`. None: the row has columns with one of the usual names."""
+    """Row → `{"task", "answer"}`. None: the row has columns of the usual names."""
     keep: Callable[[Row], bool] | None = None
-    """Which rows count. None: all."""
+    """Whether to use a row. None: all."""
     repeats: int = 1
-    """How often the problems come, one time after the other."""
+    """How often the whole list of problems is repeated."""
 
 
 def orz(row: Row) -> Row:
@@ -148,12 +145,12 @@ def load_problems(
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``pipelinerl.domains.math.dataset``: `train` is
-            DeepScaleR's data set, `test` is MATH-500, `aime_2024` is what PipelineRL calls so.
+            DeepScaleR's data set, `test` is MATH-500, `aime_2024` is PipelineRL's data set of that name.
         columns: field → column, e.g. ``{"task": "problem", "answer": "extra_info.answer"}``. By default the first of
             ``pipelinerl.domains.columns`` that exists.
-        max_problems: rows that are read of each data set. None: all.
+        max_problems: maximum number of rows to read per data set. None: all.
         streaming: read Hugging Face data sets as a stream instead of downloading them.
-        max_left_out: largest share of a data set's rows that may lack what the judge needs. They are left out.
+        max_left_out: largest share of a data set's rows that may be left out because they cannot be judged.
 
     Raises:
         DomainError: a file does not exist, or more rows than allowed lack their question, or an answer that the judge

@@ -1,10 +1,10 @@
-"""Judges mathematical answers: parses answer and reference, and compares what they mean.
+"""Judges mathematical answers: parses answer and reference, and compares their meaning.
 
 The package ``answers`` parses and compares. math-verify finds the answer in an output without a box, compares where the
 grammar does not cover the reference, and evaluates operators where the options allow them.
 
-A check may need much time or memory there. Call it only in a process with limits, as the verifier does. math-verify's
-own alarm-based timeouts are off, because the worker's limits replace them.
+A check may need much time or memory. Call it only in a process with limits, as the verifier does: they replace
+math-verify's alarm-based timeouts, which are off.
 """
 
 import functools
@@ -25,13 +25,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
 MAX_TEXT_CHARS = 4000
-"""If an output has no box, its last characters, up to this many, are searched for an answer."""
+"""An output without a box is searched for an answer in this many characters at its end."""
 HARMLESS = "0"
-"""An answer that is judged beside every reference that can be judged at all."""
+"""An answer that can be compared with every reference that is not broken."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 OPENING = re.compile(r"\\boxed\s*\{")
 LEFT_TO_COMPUTE = re.compile(rf"\\(?:{'|'.join(UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])")
-"""What the library computes and the grammar leaves undone."""
+"""Operators that math-verify computes, and the grammar does not."""
 
 parse = functools.lru_cache(maxsize=1024)(parser.parse)
 """A group's attempts share the reference and often the answer."""
@@ -57,7 +57,7 @@ def boxed_at(text: str, start: int) -> str | None:
 
 
 def part_to_judge(prediction: str) -> str:
-    """Returns what ``judge`` reads of an output: its last box, or the end of an output that has none."""
+    """Returns the part of an output that ``judge`` reads: its last box, or without a box its end."""
     if "\\boxed" not in prediction:
         return prediction[-MAX_TEXT_CHARS:]
     answer = last_boxed(prediction)
@@ -109,7 +109,7 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
 
 
 def answer_in_prose(text: str) -> str | None:
-    """Returns what math-verify takes for the answer in a text without a box, with what `or` and `and` join to it.
+    """Returns math-verify's answer in a text without a box, with the terms that `or` and `and` join to it.
 
     Words between "the answer is" and the number belong to it.
     """

@@ -1,7 +1,7 @@
-r"""Which text is a reference answer of mathematics. A text that no answer could match is none.
+r"""Reads the reference answer of a mathematical problem, and refuses texts that no answer could match.
 
-``final_answer`` finds the answer in a worked solution. ``judged_reference`` refuses what is no value: a proof, prose, a
-program, or what the judge's grammar does not cover.
+``final_answer`` finds the answer in a worked solution. ``judged_reference`` refuses proofs, prose, programs, and what
+the judge's grammar does not cover.
 """
 
 import re
@@ -25,17 +25,17 @@ PLACEHOLDERS = re.compile(
     r"|(?:a |to be )?(?:proofs?|prove|proved|proven)(?: (?:question|problem|omitted|required))?"
     r"|see (?:the )?(?:solution|proof|answer|explanation|text|info|above|below)"
 )
-"""What published sets write where there is no answer: NuminaMath's `proof` and `notfound`, what programs print for a
-missing value, and what people write. `undefined`, `does not exist`, `no solution` and `infinity` are answers."""
+"""Texts of published sets where there is no answer: NuminaMath's `proof` and `notfound`, a program's missing value, and
+what people write. `undefined`, `does not exist`, `no solution` and `infinity` are answers."""
 OTHER_NOTATION = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?([/.-])\d\d?\1\d{4}|0[xob][0-9a-f]+", re.IGNORECASE)
-"""A date, which mathematics would subtract or divide, or a number of programs, which it would multiply with x."""
+"""A date, which would be read as a difference or quotient, or a program's number (`0x1f`), as a product with x."""
 MAX_WORDS = 6
 """No answer of the published sets in `tests/unit/domains/math_answers` has more than four."""
 SENTENCE = re.compile(
     r"\b(?:is|are|was|were|has|have|had|we|let|so|thus|hence|therefore|because|since|then|gets?|got|gives?|answer"
     r"|proves?|proof|shows?|note|consider|suppose|assume)\b", re.IGNORECASE
 )  # fmt: skip
-"""Words of a sentence about an answer, which an answer itself does not hold."""
+"""Words of a sentence about an answer, which an answer does not contain."""
 PROGRAM = re.compile(
     r"```|^\s*(?:def \w+\(|class \w+[:(]|import \w+$|from \w+ import|#include|print\(|return )", re.MULTILINE
 )
@@ -68,17 +68,17 @@ def final_answer(answer: str) -> str:
 
 
 def refuse_placeholder(answer: str) -> None:
-    """Raises ``UnusableRow`` if an answer says that there is none."""
+    """Raises ``UnusableRow`` for a text that stands for a missing answer."""
     bare = WRAPPER.sub(" ", answer).strip(" .!:()[]'\"*_\n") or answer.strip()
     if PLACEHOLDERS.fullmatch(" ".join(bare.casefold().split())):
         raise UnusableRow("the answer is a placeholder", repr(answer[:60]))
 
 
 def judged_reference(answer: str) -> str:
-    """Returns an answer as the judge takes it for a reference: without the delimiters of mathematics.
+    """Returns an answer as a reference for the judge: without the delimiters of mathematics.
 
     Raises:
-        UnusableRow: it is no value that the judge's grammar covers, or no box can hold it.
+        UnusableRow: the judge's grammar does not cover it, or no box can hold it.
     """
     refuse_placeholder(answer)
     text = FULL_STOP.sub("", DELIMITERS.sub("", answer).strip())

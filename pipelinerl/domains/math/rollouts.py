@@ -1,7 +1,7 @@
 """The rollout of one problem with one answer, which the verifier service judges.
 
-The reward table and the verdicts are the functions that domains written for PipelineRL import from its math domain. The
-domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.domains.verifier_client``.
+``RewardTable``, ``get_reward``, ``length_penalty`` and ``verify_answer`` are for domains written for PipelineRL. New
+domains use ``pipelinerl.domains.rewards`` and ``pipelinerl.domains.verifier_client``.
 """
 
 import functools
@@ -27,7 +27,7 @@ from pipelinerl.rollouts import RolloutResult
 log = logging.getLogger(__name__)
 
 COUNTDOWN = re.compile(r"countdown-(\d+)-\[([\d, ]+)\]")
-"""A reference answer of the countdown data: target and numbers."""
+"""A reference answer of PipelineRL's countdown data: target and numbers."""
 
 
 class RewardTable(BaseModel):
@@ -59,12 +59,12 @@ class RewardTable(BaseModel):
         return min(entries), max(entries)
 
     def log_config(self, domain: str = "") -> None:
-        """Logs the table, for a domain that tells once what it rewards."""
+        """Logs the table, for a domain that reports it once."""
         log.info("event=rewards domain=%s %s", domain, self.model_dump())
 
 
 def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) -> float:
-    """Looks up a reward.
+    """Returns the reward of an outcome.
 
     Args:
         answer_status: correct, wrong, no_answer or unparsable.
@@ -93,9 +93,9 @@ def length_penalty(max_length: int, sequence_length: int, buffer_tokens: int) ->
 
 
 def verify_answer(prediction: str, gold: str, strict: bool = True, max_prediction_length: int = 1000) -> str:
-    r"""Does the work of ``verify_answer_rpc`` in this process, for tests and data preparation.
+    r"""Judges as ``verify_answer_rpc`` does, but in this process, for tests and data preparation.
 
-    The judge may run forever, so rollouts must ask a verifier instead.
+    The judge has no time limit here, so rollouts must ask a verifier instead.
 
     Args:
         prediction: the model's output.

@@ -1,7 +1,6 @@
-"""The loader of names such as `math::math_500` and `coding::taco@train`, for PipelineRL's multi-domain dispatcher.
+"""Loads data sets by names such as `math::math_500` and `coding::taco@train`, for PipelineRL's multi-domain dispatcher.
 
-Each domain's share of the training follows from the number of its problems. Use `domains` of the configuration to mix
-domains by weight.
+A domain's share of the training is its share of the problems. To mix domains by weight, use `domains`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,16 +29,16 @@ def load_datasets(
 ) -> list[Problem]:
     """Loads the data sets of several domains. Every problem names its domain.
 
-    A problem that does not name its data set gets the names of all that its loader was called with.
+    A problem that does not name its data set gets the names of all data sets that its loader was called with.
 
     Args:
         dataset_names: `<domain>::<data set>` each, with `@train`, `@test` or `@all` for loaders with a ``subset``.
         seed: passed to every loader, if given.
         per_domain_params: arguments of the loader by domain.
-        loaders: dotted names of loaders by domain. They go before the project's own.
+        loaders: dotted names of loaders by domain. They take precedence over `LOADERS`.
         **params: arguments of every loader.
     Raises:
-        DomainError: a name has no domain, or one without a loader.
+        DomainError: a name has no domain, or its domain has no loader.
     """
     names = [dataset_names] if isinstance(dataset_names, str) else list(dataset_names or [])
     wanted: dict[tuple[str, str | None], list[str]] = {}
@@ -66,7 +65,7 @@ def parse_name(entry: str) -> tuple[str, str, str | None]:
     """Returns domain, data set and subset of `<domain>::<data set>[@subset]`.
 
     Raises:
-        DomainError: there is no domain.
+        DomainError: the name has no domain.
     """
     domain, separator, name = entry.partition("::")
     if not separator or not domain.strip():

@@ -1,7 +1,7 @@
 """PipelineRL's guessing game: 1 … 1024 in at most 13 turns. Its training numbers are odd, its test numbers even.
 
-Every turn is a conversation of its own, which lists the guesses so far. A turn is therefore a training text that no
-other extends, and the texts are compared at the same step.
+Every turn is a conversation of its own, which lists the guesses so far. So every turn is a training sequence, and
+advantages compare the turns of the same step.
 """
 
 import re

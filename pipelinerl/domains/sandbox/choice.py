@@ -1,4 +1,4 @@
-"""Which sandbox a run has: one of the user's own, SandboxFusion, or the embedded one."""
+"""Chooses the sandbox of a run: the user's own, SandboxFusion, or the embedded one."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Sandbox] = WeakKeyDicti
 def runner_of(cfg: DictConfig, session: aiohttp.ClientSession) -> ProgramRunner:
     """Returns the run's sandbox.
 
-    It is what the function ``sandbox`` of the configuration returns for these arguments, else SandboxFusion if an
-    endpoint is configured, else the embedded sandbox, one per event loop.
+    It is the result of the function that ``sandbox`` in the configuration names, else SandboxFusion if an endpoint is
+    configured, else the embedded sandbox, one per event loop.
     """
     if named := cfg.get("sandbox"):
         return resolve_function(named)(cfg, session)

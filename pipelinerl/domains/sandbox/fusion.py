@@ -14,13 +14,13 @@ from pipelinerl.errors import VerifierError
 RETRIES = 4
 FIRST_DELAY_S = 0.5
 MAX_CONCURRENT = 64
-"""Requests of all rollouts of a worker at one time."""
+"""Concurrent requests of a worker, for all its rollouts."""
 RUN_TIMEOUT_S = 10.0
 SPARE_S = 30.0
-"""For an answer, beyond three times the longest run."""
+"""Seconds that an answer may take beyond three times the longest run: the service queues programs."""
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""Those of a worker, that is of its event loop, which all its rollouts share."""
+"""One for each event loop, that is for each worker."""
 
 
 class SandboxFusion:
@@ -33,7 +33,7 @@ class SandboxFusion:
         self._slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        """See ``ProgramRunner``. A service that does not answer is asked ``RETRIES`` times more."""
+        """See ``ProgramRunner``. A request without an answer is repeated ``RETRIES`` times."""
         return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
 
     async def _run(self, code: str, stdin: str) -> Outcome:

@@ -1,7 +1,7 @@
-"""What a sandbox is for domains: it runs a Python program on inputs and tells what was seen.
+"""The interface of a sandbox: it runs a Python program on inputs and returns the outcomes.
 
-The embedded sandbox (``runner``), SandboxFusion (``fusion``) and machines of a provider (``remote``) are sandboxes, and
-so is any object of the user's own with this method.
+The embedded sandbox (``runner``), SandboxFusion (``fusion``) and machines of a provider (``remote``) have it, as may an
+object of the user's.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,15 +13,15 @@ Ended = Literal["exited", "signal", "time", "memory", "output"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was seen of one run."""
+    """The outcome of one run."""
 
     ended: Ended
-    """exited by itself, or by a signal, or the limit that it passed."""
+    """Whether it exited by itself, ended by a signal, or passed the named limit."""
     exit_code: int
     seconds: float
     stdout: str
     stderr: str
-    """Its last few KiB."""
+    """The last few KiB of its error output."""
 
 
 class ProgramRunner(Protocol):
@@ -35,10 +35,9 @@ class ProgramRunner(Protocol):
             stdins: standard inputs.
             stop_on_failure: also stop after the first run with a non-zero exit code.
         Returns:
-            The outcomes of the runs that were made, in order. What the program did is an outcome, whatever it was.
+            The outcomes of the runs that were made, in order. No behaviour of the program raises.
         Raises:
-            VerifierError: the sandbox failed or did not answer, which says nothing about the program. The attempt is
-                repeated and counted, and has no reward.
+            VerifierError: the sandbox failed or did not answer. The attempt is repeated and counted, without a reward.
         """
         ...
 
@@ -46,7 +45,7 @@ class ProgramRunner(Protocol):
 async def run_in_turn(
     run: Callable[[str], Awaitable[Outcome]], stdins: Sequence[str], *, stop_on_failure: bool
 ) -> list[Outcome]:
-    """Makes one run after the other, each by ``run`` of its standard input, as long as ``ProgramRunner`` says."""
+    """Makes one run after the other with ``run(stdin)``, and stops as ``ProgramRunner.run_python`` does."""
     outcomes: list[Outcome] = []
     for stdin in stdins:
         outcomes.append(outcome := await run(stdin))

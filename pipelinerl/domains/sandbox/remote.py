@@ -1,9 +1,8 @@
 """Runs programs on machines of a provider, through its own client: ``sandbox=pipelinerl.domains.sandbox.remote.e2b``.
 
-``daytona``, ``e2b`` and ``modal`` are functions for the key ``sandbox``. Keys and addresses stand where each client
-looks for them (`DAYTONA_API_KEY`, `E2B_API_KEY`, `MODAL_TOKEN_ID` and `MODAL_TOKEN_SECRET`). Every run has a machine of
-its own without a network, because runs share nothing. What the provider or the network to it fails at is a
-``VerifierError`` and no outcome.
+``daytona``, ``e2b`` and ``modal`` are functions for the key ``sandbox``. Their clients read keys and addresses from the
+environment (`DAYTONA_API_KEY`, `E2B_API_KEY`, `MODAL_TOKEN_ID` and `MODAL_TOKEN_SECRET`). Every run has a machine of
+its own without a network, because runs share nothing. A failure of the provider is a ``VerifierError``.
 """
 
 import asyncio
@@ -24,29 +23,29 @@ from pipelinerl.domains.sandbox.runner import KILLED, Limits
 from pipelinerl.errors import VerifierError
 
 AT_ONCE = 32
-"""Machines that one rollout worker has at a time."""
+"""Concurrent machines of one rollout worker. Providers limit and bill them."""
 START_S = 120
-"""Longest time from the request of a machine to its end, besides the program's own."""
+"""Seconds in which a machine must start and end, besides the program's time. A provider pulls images first."""
 FOLDER = "/tmp/program"
 INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
-"""What runs a program there."""
+"""The script that runs a program there."""
 OUTPUT_BYTES = Limits().output_kb * 1024
 
 Execute = Callable[[Mapping[str, bytes], Sequence[str], int], Awaitable[str]]
-"""Writes files (by absolute path), runs a command for so many seconds at most, and returns what it printed."""
+"""(path → content, command, limit in seconds) → the output: writes the files and runs the command."""
 Machines = Callable[[int], AbstractAsyncContextManager[Execute]]
-"""A new machine, which the provider ends after so many seconds in any case."""
+"""Lifetime in seconds, after which the provider ends it → a new machine."""
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class RemoteSandbox:
-    """A ``ProgramRunner``.
+    """A ``ProgramRunner`` on a provider's machines.
 
     Args:
-        provider: its name, for messages.
+        provider: name for messages.
         machines: makes the machines.
-        run_timeout_s: longest time of one run.
+        run_timeout_s: longest time of one run, in seconds.
     """
 
     def __init__(self, provider: str, machines: Machines, run_timeout_s: float = RUN_TIMEOUT_S):
@@ -70,7 +69,7 @@ class RemoteSandbox:
 
 
 def outcome_of(provider: str, printed: str) -> Outcome:
-    """Converts what `inside.remote` printed. Raises ``VerifierError`` if the run did not begin."""
+    """Converts the output of `inside.remote`. Raises ``VerifierError`` if the run did not begin."""
     head, _, line = printed.partition("\n")
     if head != inside.BEGINS:
         raise VerifierError(f"{provider}'s machine does not run programs: {printed[-300:]!r}")
@@ -137,7 +136,7 @@ async def modal_machine(lifetime_s: int) -> AsyncIterator[Execute]:
 
 
 def _make(provider: str, machines: Machines, cfg: DictConfig, session: aiohttp.ClientSession) -> RemoteSandbox:
-    """Returns the sandbox of a run (`ProgramRunner`). The clients have sessions of their own."""
+    """Returns the sandbox of a run. ``session`` is not used, because the clients have their own."""
     return RemoteSandbox(provider, machines, cfg.get("sandbox_timeout_s") or RUN_TIMEOUT_S)
 
 

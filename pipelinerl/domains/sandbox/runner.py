@@ -1,16 +1,16 @@
-"""The outside of the sandbox: keeps one jail per mode, sends it programs, reads what was seen of them.
+"""The outside of the sandbox: keeps one jail, sends it programs, reads their outcomes.
 
-Consumes programs, emits outcomes. Waits for: a free slot (``concurrency``), then the runs' outcomes, bounded by
-``Limits.total_s`` and ``GRACE_S`` more. Closing a program's connection ends all its processes.
+Waits for a free slot (``concurrency``), then for the outcomes, at most ``Limits.total_s`` + ``GRACE_S``. Closing a
+program's connection ends all its processes.
 
 | mode | needs | identity of the program |
 |---|---|---|
 | root | root with CAP_SYS_ADMIN | a separate user for every run |
 | user | user namespaces | the jail's user, in a user namespace for every run |
 
-Every input of a program is a run of its own. Both modes give a run a PID, mount and network namespace, a root file
-system of read-only system folders and an empty working folder in memory, no /proc, resource limits, a count of its own
-processes, no new privileges and a filter of system calls. The supervisor runs outside the run's PID namespace, so the
+Every input of a program is a run of its own. In both modes a run gets a PID, mount and network namespace, a root file
+system of read-only system folders and an empty working folder in memory, no /proc, resource limits, its own count of
+processes, no new privileges, and a filter of system calls. The supervisor stands outside its PID namespace, so the
 program cannot address it. A machine that allows neither mode runs no programs.
 """
 
@@ -41,7 +41,7 @@ from pipelinerl.errors import VerifierError
 INSIDE = Path(__file__).parent / "inside"
 MODES = ("root", "user")
 FIRST_UID, NUM_UIDS = 260_000, 60_000
-"""Range of the users that programs run as. Nothing else on a machine uses it."""
+"""Range of the user ids that programs run as, far above the ids of accounts."""
 
 
 def interpreter() -> str:
@@ -50,7 +50,7 @@ def interpreter() -> str:
 
 
 def check_mode(mode: str) -> str:
-    """Returns ``mode``. Raises ``ValueError`` if it is none of ``MODES``, because others do not isolate enough."""
+    """Returns ``mode``. Raises ``ValueError`` if it is not in ``MODES``: others do not isolate enough."""
     if mode not in MODES:
         raise ValueError(
             f"sandbox mode {mode!r} does not hold what the sandbox promises (landlock shares the user's processes and "
@@ -62,8 +62,8 @@ def check_mode(mode: str) -> str:
 log = logging.getLogger(__name__)
 
 COUNTS_BY_NAMESPACE = (5, 14)
-"""The first Linux that counts a user's processes in each user namespace. Older ones count those of all programs
-together in mode ``user``, so that a fork bomb is felt by its neighbours."""
+"""The first Linux that counts a user's processes per user namespace. In mode ``user``, older ones count all programs
+together, so that a fork bomb hits its neighbours."""
 START_S = 30.0
 GRACE_S = 10.0
 STOP_S = 5.0
@@ -72,7 +72,7 @@ RECEIVE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one program. Memory and processes count everything that the program starts."""
+    """Limits of one program. Memory and processes include everything that the program starts."""
 
     cpu_s: int = 10
     """CPU seconds of one process."""
@@ -82,15 +82,15 @@ class Limits:
     """Wall seconds of all runs of the program."""
     memory_mb: int = 1024
     disk_mb: int = 64
-    """Size of each of the two folders that can be written. A full one answers as a full disk does."""
+    """Size of each of the two writable folders. A full one behaves as a full disk."""
     processes: int = 32
     output_kb: int = 1024
 
 
 TOO_LATE = Outcome(ended="time", exit_code=-9, seconds=0.0, stdout="", stderr="")
-"""A run for which the program's time has passed."""
+"""A run that had no time left."""
 KILLED = Outcome(ended="signal", exit_code=-9, seconds=0.0, stdout="", stderr="")
-"""A run whose supervisor ended before the run, because its program exhausted the machine."""
+"""A run whose supervisor was killed, because the program exhausted the machine."""
 
 
 class Jail:
@@ -131,7 +131,7 @@ class Jail:
         return self._process.poll() is None
 
     def connect(self) -> socket.socket:
-        """A connection to a supervisor of its own."""
+        """Opens a connection to a new supervisor."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"p"], [theirs.fileno()])
@@ -169,11 +169,7 @@ class Sandbox:
         self._end: weakref.finalize | None = None
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        """Runs a Python program once per standard input. It stops after a run that did not end well.
-
-        Raises:
-            VerifierError: the sandbox itself failed, which says nothing about the program.
-        """
+        """See ``ProgramRunner.run_python``."""
         async with self._slots:
             deadline = time.monotonic() + self.limits.total_s
             return await run_in_turn(
@@ -189,7 +185,7 @@ class Sandbox:
         self._jail = self._end = None
 
     async def _started(self) -> Jail:
-        """The jail, started in the strongest mode that works here, and again when it died."""
+        """Returns the jail. Starts it in the strongest mode that works here, and again if it died."""
         async with self._starting:
             if self._jail is None or not self._jail.is_alive:
                 self.close()
@@ -207,7 +203,7 @@ class Sandbox:
         return struct.pack("<Q", len(content)) + content
 
     def _user_processes(self) -> int:
-        """The limit that the kernel gets where all programs are one user: it counts supervisor and init, too."""
+        """Returns the kernel's limit of processes where all programs are one user. It includes supervisor and init."""
         own = self.limits.processes + 2
         major, minor = re.findall(r"\d+", os.uname().release)[:2]
         if (int(major), int(minor)) >= COUNTS_BY_NAMESPACE:
@@ -215,7 +211,7 @@ class Sandbox:
         return own * self._concurrency + 1
 
     async def _run(self, code: str, stdin: str, left_s: float) -> Outcome:
-        """One run, of which the program has ``left_s`` seconds."""
+        """Makes one run of at most ``left_s`` seconds."""
         if left_s <= 0:
             return TOO_LATE
         loop, received = asyncio.get_running_loop(), bytearray()
@@ -229,14 +225,14 @@ class Sandbox:
                 return TOO_LATE
             except ConnectionError as failure:
                 log.warning("event=supervisor_lost error=%s", failure)
-        *lines, _ = received.split(b"\n")  # that it started, and how it ended
+        *lines, _ = received.split(b"\n")  # one when it starts, one when it ends
         if not lines:
             raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
         return as_outcome(json.loads(lines[1])) if len(lines) > 1 else KILLED
 
 
 def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:
-    """The first of the modes that works here, and its jail."""
+    """Starts a jail in the first mode that works here, and returns both."""
     failures = []
     for mode in modes:
         try:

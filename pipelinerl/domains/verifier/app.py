@@ -56,7 +56,7 @@ def decode_request(decoder: Any, body: bytes) -> Any:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the work. Cancels it when the client is gone, so that nobody's checks take no worker."""
+    """Awaits the work, and cancels it when the client is gone, so that its checks occupy no worker."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -89,7 +89,7 @@ async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
 
 
 def create_app(settings: VerifierSection, *, secret: str | None = None) -> FastAPI:
-    """Makes the application, with a ``JudgePool`` that runs while it serves. Checks need ``secret`` as bearer token."""
+    """Makes the application and its ``JudgePool``. ``secret``: the bearer token that checks need. None: no token."""
     pool = JudgePool(
         workers=settings.workers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, judges=settings.judges
     )

@@ -17,15 +17,13 @@ JUDGES: dict[str, Judge] = {"countdown": countdown.judge, "math": math.judge}
 
 
 def judges_of(names: Sequence[str]) -> dict[str, Judge]:
-    """The judges that come with the verifier, and those of `verifier.judges` by their dotted names.
-
-    Only what the configuration names is imported: a request that named a module would let anybody run its code.
-    """
+    """Returns the verifier's own judges, and those of `verifier.judges` by their dotted names."""
+    # A request never names a module to import: whoever can send one could run any code.
     return JUDGES | {name: resolve_function(name) for name in names}
 
 
 def refusal(kind: str, judges: Collection[str]) -> str | None:
-    """Why no judge of these names is asked for ``kind``. None: one is."""
+    """Returns the reason to refuse a check of this ``kind``. None: there is a judge for it."""
     if kind in judges:
         return None
     return f"kind is {kind[:100]!r}: use one of {sorted(judges)}, or name your judge in `verifier.judges`"
@@ -42,5 +40,5 @@ def judge_here(check: Check, names: Sequence[str]) -> Verdict:
 
 
 def warm_up() -> None:
-    """Does the slow initialisation that every worker would otherwise do at its first check."""
+    """Does the slow initialisation of the judges, once before workers are forked."""
     math.warm_up()

@@ -26,15 +26,16 @@ from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 
 STARTUP_TIMEOUT_S = 120.0
 KILL_GRACE_S = 0.5
-"""A worker that has not interrupted itself is killed this many CPU seconds, and at most as many as its limit, later."""
+"""CPU seconds past its limit, but at most the limit again, after which a worker is killed: it did not stop itself."""
 LONGEST_PAUSE_S = 0.1
 WALL_FACTOR = 6
 LEAST_SHARE = 0.01
-"""A check counts as starved if ``WALL_FACTOR`` times its CPU limit of wall time bring it less than this share of it."""
+"""A check is starved if it gets less than this share of its CPU limit in ``WALL_FACTOR`` times the limit of wall time:
+a machine on which 600 processes share each core. Any running check gets more."""
 CPUCLOCK_SCHED = 2
-"""The clock of Linux that counts all CPU time of a process, as in ``clock_getcpuclockid``."""
+"""Linux's clock of all CPU time of a process, as in ``clock_getcpuclockid``."""
 PASSED_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TMPDIR", "HOME")
-"""The environment variables that judges get. None holds a secret."""
+"""The environment variables that judges get, none of which holds a secret."""
 MAX_CHECKS = 2000
 """Checks after which a worker is replaced, so that the judges' caches do not grow forever."""
 SLICES_S = (0.003, 0.01, 0.03, 0.1)

@@ -1,8 +1,8 @@
 """A worker process judges one check at a time, within limits, until its channel closes.
 
-It reads checks with their limits and writes verdicts on a socket, in JSON behind a header. A check that used up its
-limit gets an empty reply. A timer limits CPU time by interrupting Python code. The pool kills workers whose code never
-returns to Python. The kernel limits memory: an allocation beyond the limit raises MemoryError.
+On the channel, checks with their limits come in, and verdicts go out. A check that used up its CPU time gets an empty
+reply: a timer interrupts Python code, and the pool kills a worker whose code does not return to Python. An allocation
+beyond the limit of memory raises ``MemoryError``.
 """
 
 import gc
@@ -23,7 +23,7 @@ from pipelinerl.world.process import die_with_parent
 
 HEADER = struct.Struct("!I")
 REQUEST = struct.Struct("!Id")
-"""Length of the check, and its CPU seconds."""
+"""Length of the check in bytes, and its CPU seconds."""
 SHORTEST_TIMER_S = 1e-4
 
 
@@ -113,12 +113,9 @@ def read_exactly(channel: socket.socket, count: int) -> bytes | None:
 
 
 def main(control: socket.socket, memory_mb: int, names: Sequence[str]) -> None:
-    """Runs the forkserver: imports the judges once, then forks one worker per request (see ``pool``).
+    """Runs the forkserver: imports the judges once, then forks one worker per request on ``control``.
 
-    Args:
-        control: asks for workers.
-        memory_mb: of one worker.
-        names: `verifier.judges`.
+    ``memory_mb`` limits one worker, and ``names`` is `verifier.judges`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,7 +2,7 @@ r"""Whether a parsed answer is the parsed reference.
 
 The kind must be the same: a number, a list, a tuple, a set, an interval, a matrix, an equation or an inequality.
 Numbers are compared exactly if they are rational, else to ``values.DIGITS`` digits, and expressions at fixed points of
-their symbols. ``Refusal`` says why an answer is not the reference.
+their symbols. A ``Refusal`` holds the reason why an answer is not the reference.
 """
 
 import contextlib
@@ -50,10 +50,10 @@ from pipelinerl.domains.math.answers.values import DIGITS, NoValueError, TooLarg
 
 TOLERANCE = mpmath.mpf(10) ** -30
 MIN_DIGITS = 6
-"""A decimal with as many digits or more, behind the point and in all, stands for the value that it rounds."""
+"""A decimal with at least this many digits after the point, and in all, stands for the value that it rounds."""
 MIN_POINTS = 3
 MAX_SPAN = 1500
-"""Decimal places between the numbers of an answer, beyond which it is compared only if it is rational."""
+"""Decimal places between an answer's largest and smallest number. Beyond, only rational answers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,11 @@ class Rules:
     strict: bool = True
     """Kinds of brackets and names of variables matter."""
     operators: bool = False
-    """What an answer leaves to be computed is accepted."""
+    """Operations that an answer leaves undone are computed."""
 
 
 STATED = Rules(operators=True)
-"""For what an answer says of itself: `6 \\cdot 7 = 42`."""
+"""For the sides of an equation within an answer: `6 \\cdot 7 = 42`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Equation:
 
 @dataclass(frozen=True)
 class Inequality:
-    """One that describes no region: ``left`` is less than ``right``."""
+    """An inequality that is not a region of the real line: ``left`` is less than ``right``."""
 
     left: Tree
     right: Tree
@@ -116,7 +116,7 @@ def same(answer: Statement, reference: Statement, rules: Rules) -> None:
 
 
 def numbers_in(statement: Statement) -> Iterator[Tree]:
-    """The sides, ends and members of a statement that are compared as numbers."""
+    """Yields the sides, ends and members of a statement that are compared as numbers."""
     trees = statement.trees
     while trees:
         tree = trees.pop()
@@ -176,7 +176,7 @@ def _shifted(tree: Tree, name: str) -> Tree:
 
 
 def _parameters(statement: Statement) -> dict[str, Tree | None]:
-    """The names of which a statement says what they are taken from, besides what it says of its values."""
+    """Returns name → domain, where a statement gives domains of names besides its values (``n \\in \\mathbb{Z}``)."""
     if len(statement.items) < 2:
         return {}
     return {
@@ -190,7 +190,7 @@ def _parameters(statement: Statement) -> dict[str, Tree | None]:
 
 
 def meaning(answer: Statement, reference: Value | None = None) -> Value:
-    """The value that an answer states. Names are dropped if ``reference`` is given and does not name one itself."""
+    """Returns the value of an answer. Names are dropped if ``reference`` is given and has none."""
     values = [chain_meaning(chain, reference) for chain in answer.items]
     if len(values) == 1:
         return _as_set(values[0])
@@ -206,14 +206,14 @@ def meaning(answer: Statement, reference: Value | None = None) -> Value:
 
 
 def _expanded(values: Iterable[Value]) -> tuple[Value, ...]:
-    """The values, with both of one that has a sign ``\\pm``."""
+    """Returns the values. A value with ``\\pm`` becomes two."""
     sets = map(_as_set, values)
     lists = [one.items if isinstance(one, Listing) and not one.braces else (one,) for one in sets]
     return tuple(itertools.chain(*lists))
 
 
 def _name_of(chain: Chain) -> Tree | None:
-    """What an equation gives a value to: a plain name, or an expression of names."""
+    """Returns the left side of an equation if it is a plain name, or an expression of names."""
     first = chain.sides[0]
     is_name = set(chain.relations) == {"="} and first is not None and (0 in chain.labels or bool(symbols(first)))
     return first if is_name else None
@@ -330,7 +330,7 @@ def _has_equation(value: Value) -> bool:
 
 
 def _names(side: Tree, label: bool, known: frozenset[str]) -> bool:
-    """Whether a side of an equation names the value: a plain name, or one in none of the reference's symbols."""
+    """Whether a side of an equation names the value: a plain name, or a side without the reference's symbols."""
     letters = symbols(side)
     if not label and any(isinstance(part, UnitWords) for part in parts(side)):
         return False  # `x = 1 \\text{ hm } x = 2`: the words stand between two statements
@@ -359,7 +359,7 @@ def _rounds(decimal: Tree, value: Tree) -> bool:
 
 
 def _inequality(chain: Chain) -> Value:
-    """A region if every relation compares one variable with a number. Otherwise an ``Inequality`` or a list of them."""
+    """Returns a region if every relation compares one variable with a number, else one ``Inequality`` or several."""
     sides = [side for side in chain.sides if side is not None]
     if len(sides) < len(chain.sides) or "=" in chain.relations:
         raise Refusal("a relation of names")
@@ -512,7 +512,7 @@ def _equal_listings(answer: Value, reference: Listing, rules: Rules) -> bool:
 
 
 def _letters(listing: Listing) -> set[str]:
-    """The letters that the items of a list are named by, without indices."""
+    """Returns the names of a list's items, without indices."""
     return {name.name.partition("_")[0] for name in listing.names if isinstance(name, Sym)}
 
 
@@ -521,7 +521,7 @@ def _all_equal(items: Sequence[Value], others: Sequence[Value], rules: Rules) ->
 
 
 def _members(listing: Listing, rules: Rules) -> list[Value]:
-    """The items of a list. Of a set in braces, and of a family over the integers, each only once."""
+    """Returns the items of a list. In a set, and in a family over the integers, each occurs once."""
     members: list[Value] = []
     for item in listing.items:
         counts = not listing.braces and Sym("mathbb Z") not in listing.items
@@ -612,7 +612,7 @@ def _equal_brackets(answer: Value, reference: Brackets, rules: Rules) -> bool:
 
 
 def _coordinates(listing: Listing) -> Sequence[Value]:
-    """The items in order. Those that are named x, y and z have an order of their own."""
+    """Returns the items in order. Items named x, y and z are sorted by name."""
     names = [name.name if isinstance(name, Sym) else "" for name in listing.names]
     if not names or len(set(names)) < len(names) or not set(names) <= {"x", "y", "z"}:
         return listing.items

@@ -1,4 +1,4 @@
-"""What characters, commands and words mean in an answer. Data alone: a form that is new is a line here."""
+"""The meaning of characters, commands and words in an answer. Only data: a new form is a line here."""
 
 import re
 
@@ -104,7 +104,7 @@ QUANTIFIER = re.compile(
 )
 """What a name behind an answer stands for: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
 QUANTIFIER_TOKENS = 12
-"""As many tokens it has at most."""
+"""Maximum tokens of a quantifier at the end of an answer."""
 OTHER_WORDS = {"dne": "does not exist"}
 
 # --- what may be dropped beside a number. Any other word is part of the value. Words that change a number (``half``,
@@ -148,7 +148,7 @@ NOUNS = table(
     bed loaf loaves bread rice water milk juice sugar flour coffee tea gold silver sand paint wood fence post pole
     rope yarn"""
 )
-"""What is counted, and what says more of it, as ``_stem`` writes it. No other words are dropped behind a number."""
+"""Counted things and words that describe them, as ``_stem`` writes them. Only these are dropped after a number."""
 LABELS = table(
     """the a an our my its is are be as so thus hence then we i get have there which and for final answer result
     correct required desired minimum maximum minimal maximal average mean median mode probability perimeter volume
@@ -158,7 +158,7 @@ LABELS = table(
     smallest largest surface interval option exactly equal equals to given by only just simply clearly ans it he she
     they yes let finally has had needs gets pays her his their us obviously precisely indeed therefore total all in"""
 )
-"""What a label has besides: ``the answer is``."""
+"""Further words of a label: ``the answer is``."""
 GENERIC = {"unit", "total"}
 """Nouns that say nothing about what is counted."""
 SHORT_PLURALS = {"hrs": "hr", "mins": "min", "secs": "s", "lbs": "lb", "yds": "yd", "yrs": "year", "kph": "km/hour"}

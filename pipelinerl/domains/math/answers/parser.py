@@ -57,7 +57,7 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
 
 
 def _without_quantifier(tokens: list[Token]) -> tuple[list[Token], Chain | None]:
-    """Takes what the end of an answer says of a name. Of a real number it says nothing."""
+    """Takes a quantifier at the end of an answer. ``x \\in \\mathbb{R}`` is dropped."""
     for at in range(max(1, len(tokens) - forms.QUANTIFIER_TOKENS), len(tokens)):
         match = forms.QUANTIFIER.fullmatch(" ".join(" ".join(token.text for token in tokens[at:]).split()).strip(" ,."))
         if match is None:
@@ -94,7 +94,7 @@ def _family(answer: Statement) -> Statement:
 
 
 def _words_of(tokens: list[Token]) -> str:
-    """The words of an answer that has nothing else, in small letters. Else an empty text."""
+    """Returns an answer that only consists of words, in small letters, else an empty text."""
     if not all(token.kind in ("text", "letter") or token.text == "-" for token in tokens):
         return ""
     joined = "".join(" " * (token.gap or token.kind == "text") + token.text for token in tokens)
@@ -102,7 +102,7 @@ def _words_of(tokens: list[Token]) -> str:
 
 
 def _known_words(words: str) -> Tree | None:
-    """The number or set that words name. None for other words."""
+    """Returns the number or set that words name. None: they name none."""
     if words in forms.NAMED_SETS:
         return forms.NAMED_SETS[words]
     total, group = 0, 0
@@ -429,7 +429,7 @@ class Parser:
         return Based(digits, base)
 
     def _scale(self) -> int | None:
-        """Takes a word such as ``million``, and leaves those behind it."""
+        """Takes a word such as ``million``, but not the words behind it."""
         token = self.next
         word, _, rest = token.text.strip().partition(" ")
         if token.kind != "text" or word not in forms.SCALES:
@@ -498,7 +498,7 @@ class Parser:
         raise NotParsedError("a subscript of what is no symbol")
 
     def argument(self, *, whole_number: bool = False) -> Tree:
-        """A group in braces, or one token. Of a number only its first digit, unless ``whole_number``."""
+        """Reads a group in braces, or one token: only the first digit of a number, unless ``whole_number``."""
         if self.accept("{"):
             tree = self.side()
             self.expect("}")
@@ -602,7 +602,7 @@ class Parser:
         return Brackets("(" if opening == "]" else opening, ")" if closing == "[" else closing, trees)
 
     def _inside(self, ends: frozenset[str], *, bars: bool) -> Statement:
-        """What stands inside brackets. ``bars``: whether a bar ends it, and opens no absolute value."""
+        """Reads the inside of brackets. ``bars``: whether a bar ends it instead of opening an absolute value."""
         outer, self._in_bars = self._in_bars, bars
         inner = self.answer(ends)
         self._in_bars = outer

@@ -1,4 +1,4 @@
-r"""Splits an answer in LaTeX into tokens, in one spelling for what may be written in several."""
+r"""Splits an answer in LaTeX into tokens, and unifies spellings."""
 
 import re
 import unicodedata
@@ -15,12 +15,12 @@ class Token:
     """``num``, ``cmd``, ``letter``, ``text``, ``sym``, or ``end`` behind the last token."""
     text: str
     gap: bool = False
-    """Whether a space comes before it."""
+    """Whether a space precedes the token."""
     number: Num | None = field(default=None, compare=False)
 
     @property
     def word(self) -> str:
-        """A text in small letters. Of another token it is empty."""
+        """The words of a text in small letters. Empty for other tokens."""
         return self.text.strip(" ,.").lower() if self.kind == "text" else ""
 
 
@@ -78,7 +78,7 @@ def tokenize(text: str) -> list[Token]:
 
 
 def _plain_characters(text: str) -> str:
-    """Writes what Unicode has in one character as LaTeX does."""
+    """Replaces Unicode's mathematical characters by LaTeX."""
     for mark, characters in forms.SCRIPTS.items():
         digits = str.maketrans(characters, "0123456789+-"[: len(characters)])
         text = re.sub(f"[{characters}]+", lambda run: f"{mark}{{{run[0].translate(digits)}}}", text)  # noqa: B023 — used at once
@@ -122,7 +122,7 @@ def _next_tokens(text: str, position: int, depth: int, gap: bool, is_argument: b
 
 
 def _tokens_of_words(content: str, gap: bool) -> list[Token]:
-    """The tokens of what stands inside ``\\text{}``."""
+    """Returns the tokens inside ``\\text{}``."""
     if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
         return tokenize(content)
     content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")

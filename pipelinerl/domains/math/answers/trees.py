@@ -1,4 +1,4 @@
-"""What an answer is once it is parsed: trees of numbers, symbols and operations, in chains of relations."""
+"""The form of a parsed answer: trees of numbers, symbols and operations, in chains of relations."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 
 class NotParsedError(ValueError):
-    """The text is no answer of the grammar."""
+    """The text is not in the grammar."""
 
 
 class Refusal(ValueError):
@@ -73,7 +73,7 @@ class Builder:
     element: "Tree"
     condition: "Statement"
     domain: "Tree | None" = None
-    """What the element is taken from, if it is not ℝ."""
+    """The element's domain. None: ℝ."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Units of measurement, with pint: what words mean, and by which factor one unit exceeds another."""
+"""Units of measurement, with pint: the units that words name, and factors between units."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ from pipelinerl.domains.math.answers.forms import CURRENCIES, GENERIC, LABELS, N
 
 @dataclass(frozen=True)
 class Measure:
-    """What stands behind a number. ``units`` are the possible meanings, with powers, of words that pint knows."""
+    """The words behind a number. ``units`` are the possible meanings, with powers, of words that pint knows."""
 
     units: tuple[tuple[str, Fraction], ...] = ()
     nouns: frozenset[str] = frozenset()
@@ -50,7 +50,7 @@ def unlisted(nouns: frozenset[str]) -> frozenset[str]:
 
 
 def is_label(words: str, *, nouns: bool) -> bool:
-    """Whether words in front of a number only name it, with ``nouns`` or without."""
+    """Whether words in front of a number only name it. ``nouns``: whether nouns are allowed among them."""
     return all(
         {word.lower(), _stem(word)} & LABELS
         or (nouns and (_stem(word) in NOUNS or re.fullmatch("of|[A-Z]{1,4}|[a-z]", word)))
@@ -117,7 +117,7 @@ def is_unit(measure: Measure, name: str) -> bool:
 
 
 def factor(answer: Measure, reference: Measure) -> Fraction | None:
-    """How many of the reference's units one of the answer's is. None: they measure different things."""
+    """Returns the factor from the answer's unit to the reference's. None: they measure different quantities."""
     if not answer.units or not reference.units:
         return None if answer.units or reference.units else Fraction(1)
     if {answer.units, reference.units} == {(("pound", Fraction(1)),), (("sterling", Fraction(1)),)}:

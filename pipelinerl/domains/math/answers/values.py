@@ -23,7 +23,7 @@ FUNCTIONS = re.compile("(?:arc)?(?:sin|cos|tan|sinh|cosh|tanh)|cot|sec|csc")
 
 
 class NoValueError(ValueError):
-    """The tree has no value here: it is no number, or not a real one, or undefined at this point."""
+    """The tree has no value: it is not a number, not real, or undefined at this point."""
 
 
 class TooLargeError(ValueError):

@@ -1,12 +1,12 @@
 """The jail: a warm interpreter inside the namespaces that forks a supervisor for every run. Standard library only.
 
-`python -E -S -B jail.py MODE UID READABLE…`, with a socket as standard input. Consumes descriptors. Each is one
-end of a connection, over which `supervisor.py` receives a program and reports its runs. The jail ends when the socket
-closes. It never holds a program or an input, so no run finds those of another in its memory.
+`python -E -S -B jail.py MODE UID READABLE…`, with a socket as standard input. It receives descriptors, each one end of
+a connection over which `supervisor.py` receives a program and reports its run. The jail ends when the socket closes. It
+never holds a program or an input, so no run finds another's in its memory.
 
-A run's cost is mostly that of three processes which copy every page they write to. So the jail holds little, prepares
-once what each of them would prepare (the standard streams, the functions of libc, `LD_BIND_NOW`), and has nothing
-called in every new process: `random` and `threading` are left to the programs that import them.
+A run costs three forks, each of which copies every page that it writes to. So the jail holds little, and prepares once
+what each fork would prepare: the standard streams, the functions of libc, `LD_BIND_NOW`. `random` and `threading` have
+callbacks for forks, so only programs import them.
 """
 
 import bisect  # noqa: F401  programs import these, and every input would load them again
@@ -59,7 +59,7 @@ from memory_group import GroupFolder, open_folder
 from syscalls import CallFilter
 
 ROOT = "/sys"
-"""Where the new root is mounted in the jail's mount namespace: a folder that exists and that no program needs."""
+"""Mount point of the new root in the jail's mount namespace: a folder that exists, and that no program needs."""
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
@@ -114,7 +114,7 @@ def serve_jailed(
 
 
 def socket_bytes(processes: int) -> int:
-    """What a socket's buffer may hold: the kernel takes a message while less than its size is in it."""
+    """Returns the bytes that a socket's buffer may hold: the kernel takes a message while the buffer is not full."""
     try:
         return int(supervisor.read_text(processes, "sys/net/core/wmem_default")) * 3 // 2
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def namespaces_work(control: socket.socket, jail: supervisor.JailSettings) -> bo
 def serve(control: socket.socket, jail: supervisor.JailSettings) -> None:
     """Forks a supervisor for every connection that arrives, until the socket closes.
 
-    It takes the status of each that has ended, so that their CPU time counts as the jail's.
+    It waits for supervisors that have ended, so that their CPU time counts as the jail's.
     """
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -164,10 +164,8 @@ def serve(control: socket.socket, jail: supervisor.JailSettings) -> None:
 
 
 def isolate(mode: str, uid: int, readable: list[str], processes: int) -> None:
-    """Enters the namespaces and the root. A caller that is root builds the root before it becomes another user.
-
-    The root is that of the mount namespace, because a process in a changed root may not make user namespaces.
-    """
+    """Enters the namespaces and the root. A caller that is root builds the root before it becomes another user."""
+    # pivot_root and not chroot: after chroot a process may not make user namespaces.
     if mode == "root":
         unshare(NAMESPACES)
         build_root(readable)

@@ -10,7 +10,7 @@ import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PRCTL, CAPSET, SIGNAL = LIBC.prctl, LIBC.capset, LIBC.signal
-"""Looked up once, because a look-up writes to eighty pages, in each process anew."""
+"""Looked up once, because a look-up writes to eighty pages in every process."""
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000,
@@ -32,7 +32,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 )
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 KEPT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048
-"""Mount flags that a remount must not lose (statvfs and mount share these values)."""
+"""Mount flags that a remount must keep (statvfs and mount have the same values)."""
 CAP_KILL = 5
 MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -59,7 +59,7 @@ def unshare(flags: int) -> None:
 
 
 def pivot_root(path: str) -> None:
-    """Makes the mount at ``path`` the root of the mount namespace, and leaves nothing of the old root."""
+    """Makes the mount at ``path`` the root of the mount namespace, and unmounts the old root."""
     os.chdir(path)
     check(LIBC.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."), f"pivot_root {path}")
     check(LIBC.umount2(b".", MNT_DETACH), "unmount of the old root")
@@ -67,11 +67,7 @@ def pivot_root(path: str) -> None:
 
 
 def map_own_user(folder: int, uid: int, gid: int) -> None:
-    """Maps the user and the group to themselves in the user namespace that the caller has entered.
-
-    Args:
-        folder: descriptor of a /proc that shows the caller.
-    """
+    """Maps user and group to themselves in the caller's user namespace. ``folder``: a /proc that shows the caller."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=folder)
         try:
@@ -95,7 +91,7 @@ def bind_read_only(source: str, target: str) -> None:
 
 
 def keep_capabilities(*capabilities: int) -> None:
-    """Gives up all capabilities but these."""
+    """Drops all capabilities but these."""
     mask = sum(1 << capability for capability in capabilities)
     header = struct.pack("Ii", 0x20080522, 0)
     low = struct.pack("III", mask, mask, 0)

@@ -1,8 +1,7 @@
-"""Memory and processes of one run, counted by the kernel: a cgroup (version 2) for every run, where one can be made.
+"""A cgroup (version 2) for every run, where one can be made: the kernel limits the run's memory and processes.
 
-The kernel then counts all that a run holds, in the moment in which it asks for it. Elsewhere the supervisor counts
-every ``WATCH_S``. A folder for groups can be made as root on a machine with systemd, or in a part of the tree that was
-given to the user (`Delegate=yes`). Standard library only.
+Without it, the supervisor counts every ``WATCH_S``. A folder for groups can be made as root on a machine with systemd,
+or in a part of the tree that is delegated to the user (`Delegate=yes`). Standard library only.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ PREFIX = "pipelinerl-sandbox-"
 
 
 def parents(cgroup: str, mountinfo: str) -> list[str]:
-    """Returns the folders of the tree in which groups may be made: the process's own group and the one above it.
+    """Returns the folders in which groups may be made: the process's own group, and the one above it.
 
     Args:
         cgroup: content of /proc/self/cgroup.
@@ -34,10 +33,8 @@ def parents(cgroup: str, mountinfo: str) -> list[str]:
 
 
 class GroupFolder:
-    """The folder of a jail's groups.
+    """The folder of a jail's groups. ``close`` removes it.
 
-    Args:
-        path: it is made, and removed by ``close``.
     Raises:
         OSError: the kernel counts no memory there, or this user may not make groups there.
     """
@@ -55,7 +52,7 @@ class GroupFolder:
             raise
 
     def _try_out(self) -> None:
-        """Has a process enter a group and end."""
+        """Lets a process enter a group and end. Raises ``OSError`` if it may not."""
         group = MemoryGroup(self._folder, "trial", memory_bytes=1 << 28, processes=8)
         pid = os.fork()
         if pid == 0:
@@ -73,7 +70,7 @@ class GroupFolder:
         return MemoryGroup(self._folder, f"run-{os.getpid()}", memory_bytes=memory_bytes, processes=processes)
 
     def close(self) -> None:
-        """Ends all processes in the groups and removes them. The path may be out of sight by now."""
+        """Kills all processes in the groups and removes the groups. By now, their path may lie outside the root."""
         with contextlib.suppress(OSError):
             write_setting(self._folder, "cgroup.kill", "1")
         for name in os.listdir(self._folder):
@@ -114,7 +111,7 @@ class MemoryGroup:
             os.close(descriptor)
 
     def was_full(self) -> bool:
-        """Whether the kernel has ended the run's processes because they held too much memory."""
+        """Whether the kernel killed the run's processes because they exceeded the memory."""
         descriptor = os.open(f"{self._name}/memory.events", os.O_RDONLY, dir_fd=self._parent)
         try:
             events = dict(line.split() for line in os.read(descriptor, 4096).decode().splitlines())
@@ -148,7 +145,7 @@ def write_setting(folder: int, file: str, text: str) -> None:
 
 
 def open_folder() -> GroupFolder | None:
-    """Makes a folder of groups for this process, which is a jail. None: this machine allows none."""
+    """Makes the folder of groups of this jail. None: the machine allows none."""
     try:
         with (
             open("/proc/self/cgroup", encoding="utf-8", errors="replace") as own,

@@ -1,4 +1,4 @@
-"""The program's own process: it takes its descriptors, gives up all other rights, and runs the code as a script.
+"""The program's process: it takes its descriptors, drops all other rights, and runs the code as a script.
 
 Nothing in this process is trusted after `execute` begins, because the code may change everything in it.
 """
@@ -65,7 +65,7 @@ def execute(code: str) -> None:
         exec(compile(code, FILE, "exec", optimize=0), main.__dict__)  # whose tests may be assertions
     except SystemExit as leaving:
         status = exit_status(leaving)
-    except BaseException as failure:  # noqa: BLE001 — the program's own: told as an interpreter tells it
+    except BaseException as failure:  # noqa: BLE001 — of the program: printed as an interpreter does
         failure.__traceback__ = failure.__traceback__ and failure.__traceback__.tb_next
         sys.excepthook(type(failure), failure, failure.__traceback__)
         status = 1
@@ -73,9 +73,9 @@ def execute(code: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens the standard streams as the interpreter does at its start, on what the descriptors are in a program.
+    """Opens the standard streams as the interpreter does at its start, once in the jail for all programs.
 
-    The jail does it once for all programs. Whether a stream can seek is found out when it is opened.
+    They are opened on a memory file and pipes, as in a program, because Python tests then whether a stream can seek.
     """
     kept = [os.dup(descriptor) for descriptor in range(3)]
     inbox, (outlet, end) = os.memfd_create("stdin"), os.pipe()
@@ -102,7 +102,7 @@ def stream(descriptor: int, mode: str, errors: str, *, line_buffering: bool = Fa
 
 
 def exit_status(leaving: SystemExit) -> int:
-    """Returns the exit status that the interpreter would end with. Prints an exit code that is not a number."""
+    """Returns the exit status of an interpreter. Prints an exit code that is not a number, as it does."""
     if leaving.code is None or isinstance(leaving.code, int):
         return (leaving.code or 0) & 0xFF
     print(leaving.code, file=sys.stderr)
@@ -110,7 +110,7 @@ def exit_status(leaving: SystemExit) -> int:
 
 
 def finish(main: types.ModuleType, status: int) -> int:
-    """Does what the interpreter does at its end: waits for threads, calls exit handlers, closes files, flushes."""
+    """Ends as the interpreter does: waits for threads, calls exit handlers, closes files, flushes. Returns a status."""
     try:
         if threading := sys.modules.get("threading"):
             threading._shutdown()  # noqa: SLF001 — as the interpreter ends

@@ -1,7 +1,7 @@
-"""Runs one program on a provider's machine and prints what was seen: ``python3 remote.py FOLDER SECONDS OUTPUT_BYTES``.
+"""Runs one program on a provider's machine and prints its outcome: ``python3 remote.py FOLDER SECONDS OUTPUT_BYTES``.
 
 ``FOLDER`` holds ``program.py`` and ``stdin.txt``. The first line of the output says that the run begins, the second is
-the outcome as JSON. It runs there alone, with the standard library of any Python from 3.8 on.
+the outcome as JSON. This file is sent there alone: standard library of Python 3.8 or newer.
 """
 
 import json

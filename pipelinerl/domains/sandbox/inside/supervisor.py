@@ -1,12 +1,11 @@
 """Supervises one run of a program on one input: its namespaces, its limits, its end.
 
 There are three processes. The supervisor stays outside the program's PID namespace, so the program cannot address it.
-*Init* is process 1 inside the namespace: when it ends, the kernel ends everything that the program started. The
-*program* has its own namespaces for mounts, processes and network, its own count of processes, and an interpreter that
-has seen nothing but the jail's imports and this input. When the supervisor ends, its files are gone.
+*Init* is process 1 in the namespace: when it ends, the kernel kills everything that the program started. The *program*
+is a fork of the jail with namespaces for mounts, processes and network. When the supervisor ends, its files are gone.
 
-Consumes the program, one input and the limits on the connection. Emits a JSON line when the program starts and
-one with its outcome. Ends then, or when the other side closes the connection.
+The connection brings the program, one input and the limits. Back go a JSON line when the program starts, and one with
+its outcome. The supervisor ends then, or when the other side closes the connection.
 """
 
 import base64
@@ -51,24 +50,24 @@ MAX_FILES = 16_384
 STARTED = b'{"started": true}\n'
 WATCH_S = 0.05
 F_ADD_SEALS, SEALS = 1033, 0x2 | 0x4 | 0x8
-"""Against a smaller file, a larger one, and writing."""
+"""Seals that forbid to shrink, to grow, and to write a file."""
 PIPE_BYTES = 1 << 16
-"""That a pipe holds. The program cannot enlarge it."""
+"""Capacity of a pipe. The filter of system calls keeps the program from enlarging it."""
 
 
 class JailSettings(NamedTuple):
-    """What a jail gives to its supervisors."""
+    """Settings that a jail passes to its supervisors."""
 
     processes: int
-    """Descriptor of the /proc in which the supervisor's PID namespace is seen."""
+    """Descriptor of a /proc that shows the supervisor's PID namespace."""
     calls: CallFilter
     """The filter that programs get."""
     own_users: bool
-    """Whether each program runs as the user that its specification names. Otherwise it gets a user namespace."""
+    """Whether each program runs as the user in its specification. False: it gets a user namespace."""
     socket_bytes: int
-    """That the buffer of a socket holds, at most."""
+    """Maximum size of a socket's buffer."""
     groups: GroupFolder | None
-    """Where runs get groups in which the kernel counts their memory. None: the supervisor counts it."""
+    """The folder for groups in which the kernel counts a run's memory. None: the supervisor counts it."""
 
 
 class Closed(Exception):
@@ -76,7 +75,7 @@ class Closed(Exception):
 
 
 def supervise_program(connection: socket.socket, jail: JailSettings) -> None:
-    """Makes the run that the connection asks for."""
+    """Makes the one run of a connection."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         specification = receive(connection)
@@ -96,7 +95,7 @@ def supervise_program(connection: socket.socket, jail: JailSettings) -> None:
 
 
 def receive(connection: socket.socket) -> dict:
-    """The program, its input and its limits: eight bytes of length, then what `marshal` wrote."""
+    """Reads program, input and limits: eight bytes of length, then data of `marshal`."""
     (length,) = struct.unpack("<Q", receive_bytes(connection, 8))
     return marshal.loads(receive_bytes(connection, length))
 
@@ -116,9 +115,9 @@ def send(connection: socket.socket, message: dict) -> None:
 
 
 def enter_namespaces(specification: dict, jail: JailSettings) -> None:
-    """Gives the program fresh folders in memory, a network without devices and a PID namespace.
+    """Gives the program fresh folders in memory, a network without devices, and a PID namespace.
 
-    Without a user of its own it gets a user namespace, in which the kernel counts its processes alone.
+    Without a user of its own, it also gets a user namespace, in which the kernel counts only its processes.
     """
     namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET
     if jail.own_users:
@@ -142,7 +141,7 @@ def write(descriptor: int, text: str) -> None:
 
 
 def start_init() -> int:
-    """Starts process 1 of the program's PID namespace, and returns its id. It waits for its end."""
+    """Starts process 1 of the program's PID namespace, which waits until it is killed. Returns its id."""
     pid = os.fork()
     if pid == 0:
         prctl(PR_SET_DUMPABLE, 0)
@@ -158,7 +157,7 @@ def start_init() -> int:
 
 
 class Run:
-    """The run: forks the program, collects its output, ends it when it passes a limit."""
+    """One run: forks the program, collects its output, and kills it when it passes a limit."""
 
     def __init__(self, connection: socket.socket, specification: dict, jail: JailSettings, init: int):
         self._connection, self._specification, self._jail, self._init = connection, specification, jail, init
@@ -201,12 +200,12 @@ class Run:
         }
 
     def close(self) -> None:
-        """Call it when all processes of the run have ended."""
+        """Removes the group. Call it when all processes of the run have ended."""
         if self._group is not None:
             self._group.remove()
 
     def _watch(self, pid: int, out: int, err: int, deadline: float) -> tuple[str, int]:
-        """Until the program has ended: the limit that it passed ('' = none) and its exit code."""
+        """Waits until the program has ended. Returns the limit that it passed ('' = none) and its exit code."""
         exited = os.pidfd_open(pid)
         poll = select.poll()
         for descriptor in (exited, out, err):
@@ -233,7 +232,7 @@ class Run:
         return self._output if descriptor == out else self._errors
 
     def _read(self, descriptor: int, buffer: bytearray) -> bool:
-        """Whether there may be more."""
+        """Reads one chunk. Returns whether there may be more."""
         chunk = os.read(descriptor, 1 << 16)
         buffer += chunk
         del self._errors[:-MAX_STDERR]
@@ -259,9 +258,9 @@ class Run:
         return "memory" if used > self._limits["memory_mb"] << 20 else ""
 
     def _share_cores(self, pids: list[int]) -> None:
-        """Gives the threads of the run together the share of the cores that one thread of another run has.
+        """Gives all threads of the run together the same share of the cores as one thread of another run.
 
-        Without it, thirty processes leave their neighbour a thirtieth of a core, and it passes its wall time.
+        Otherwise thirty processes leave another run a thirtieth of a core, so that it passes its wall time.
         """
         tasks = tasks_of(self._jail.processes, pids)
         num_running = sum(state == "R" for _, state, _ in tasks)
@@ -275,16 +274,16 @@ class Run:
             lower_priority(lower, nice)
             return
         own = os.geteuid()
-        os.seteuid(self._specification["uid"])  # the same user may do it, root only with CAP_SYS_NICE
+        os.seteuid(self._specification["uid"])  # its user may, but root only with CAP_SYS_NICE
         lower_priority(lower, nice)
         os.seteuid(own)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel takes it back from a process that changes its user
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel resets it when a process changes its user
         if os.getppid() != self._parent:
             raise Closed
 
 
 def descendants(processes: int, *roots: int) -> list[int]:
-    """These processes and all below them."""
+    """Returns these processes and all their descendants."""
     children: dict[int, list[int]] = {}
     for name in os.listdir(processes):
         if name.isdigit():
@@ -300,7 +299,7 @@ def descendants(processes: int, *roots: int) -> list[int]:
 
 
 def tasks_of(processes: int, pids: list[int]) -> list[tuple[int, str, int]]:
-    """The threads of these processes: id, state and niceness of each."""
+    """Returns (id, state, niceness) of each thread of these processes."""
     tasks = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -322,9 +321,9 @@ def lower_priority(tasks: list[int], nice: int) -> None:
 
 
 def held_bytes(jail: JailSettings, pids: list[int], init: int) -> int:
-    """The memory that these processes hold: resident pages, page tables, and what sockets and pipes may hold.
+    """Returns the memory of these processes: resident pages, page tables, and the capacity of sockets and pipes.
 
-    A process that hides its descriptors counts as if all were sockets. ``init`` has none.
+    If a process hides its descriptors, all count as sockets. ``init`` has none.
     """
     sizes = {"socket": jail.socket_bytes, "pipe": PIPE_BYTES}
     buffers: set[str] = set()

@@ -1,9 +1,8 @@
-"""The filter of system calls (seccomp) that a program cannot leave.
+"""The filter of system calls (seccomp), which a program cannot remove. A denied call fails with EPERM.
 
-A denied call fails with EPERM. The filter denies sockets with an address, tracing, mounts, namespaces, memory that no
-limit counts (``vmsplice`` keeps two megabytes with every page that it gives to a pipe), calls that name another
-process, locks and watches on files that programs share, and kernel interfaces for which a program has no use. What is
-left of sockets is ``socketpair`` with buffers of the kernel's size.
+Denied are sockets with an address, tracing, mounts, namespaces, memory that no limit counts (``vmsplice`` keeps two
+megabytes with every page that it gives to a pipe), calls that name another process, locks and watches on shared files,
+and kernel interfaces that no program needs. ``socketpair`` is allowed, with buffers of the kernel's default size.
 """
 
 import ctypes
@@ -77,27 +76,24 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
 - clone is denied new namespaces.
 - mmap is denied shared anonymous memory, because it outlives its resident pages, which the limits count.
 - fcntl is denied F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ and O_ASYNC, and F_GETLK and
-  F_OFD_GETLK, which tell of locks that other programs hold on files that they share.
+  F_OFD_GETLK, which show locks of other programs on shared files.
 - sendto is denied an address, by its length.
 - setsockopt is denied SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE: no limit counts what they hold.
 - ioctl is denied FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI and TIOCLINUX.
 - The other calls are denied for every process but the caller.
 """
 CLONE3 = 435
-"""The filter cannot see the flags of this call, because they lie in memory. The call therefore fails with ENOSYS, as on
-a kernel that does not have it, and libc uses ``clone`` instead."""
+"""The filter cannot read the flags of this call, because they lie in memory. So it fails with ENOSYS, as on older
+kernels, and libc uses ``clone`` instead."""
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_SET, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, DENY, MISSING = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 X32_BIT = 0x40000000
 
 
 def filter_program(machine: str) -> list[Instruction]:
-    """Returns the BPF program. It allows every call that is not denied.
+    """Returns the BPF program for ``x86_64`` or ``aarch64``. It allows every call that is not denied.
 
     A call of another architecture or of the x32 ABI kills the process.
-
-    Args:
-        machine: architecture of this machine, ``x86_64`` or ``aarch64``.
     """
     column = COLUMN[machine]
     program = [
@@ -140,6 +136,6 @@ class CallFilter:
         self._header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code))
 
     def apply(self) -> None:
-        """Restricts the calling process and every process that it starts. Raises ``OSError`` if the kernel refuses."""
+        """Restricts the calling process and all its children. Raises ``OSError`` if the kernel refuses."""
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), self._header, 0, 0), "seccomp")
