@@ -291,7 +291,7 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
         )
     routed = completion.routed_experts
     if routed is not None and (routed.ndim != 2 or len(routed) != len(prompt_ids) + count - 1):
-        raise ServerError(f"the server's routed experts {routed.shape} are not those of all its tokens", 502)
+        raise ServerError(f"the server's routed experts {routed.shape} do not cover all tokens", 502)
     return CallTokens(
         prompt_ids=prompt_ids,
         completion_ids=token_ids,
@@ -310,7 +310,7 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
     is_table = spans.dtype == np.int32 and spans.ndim == 2 and spans.shape[1:] == (3,)
     ends = np.concatenate(([0], spans[:, 1])) if is_table else np.empty(0)
     if not is_table or ends[-1] != count or (spans[:, 0] != ends[:-1]).any() or (spans[:, 0] >= spans[:, 1]).any():
-        raise ServerError(f"the server's weight versions {spans.tolist()} are not those of {count} tokens", 502)
+        raise ServerError(f"the server's weight versions {spans.tolist()} do not cover {count} tokens", 502)
     return spans
 
 

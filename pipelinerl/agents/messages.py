@@ -112,11 +112,11 @@ class Messages:
     def events(self, call: LLMCall, asked: ChatRequest) -> Iterator[Event]:
         said = said_of(call)
         message = self._message(call)
-        begun = message | {"content": [], "usage": message["usage"] | {"output_tokens": 0}}
-        yield _event("message_start", message=begun | {"stop_reason": None, "stop_sequence": None})
+        empty = message | {"content": [], "usage": message["usage"] | {"output_tokens": 0}}
+        yield _event("message_start", message=empty | {"stop_reason": None, "stop_sequence": None})
         for index, block in enumerate(_blocks(said, asked)):
-            empty, deltas = _in_pieces(block)
-            yield _event("content_block_start", index=index, content_block=empty)
+            empty_block, deltas = _in_pieces(block)
+            yield _event("content_block_start", index=index, content_block=empty_block)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
@@ -177,7 +177,7 @@ def _chat_tools(request: _Count) -> list[dict[str, Any]] | None:
         return None
     for tool in request.tools:
         if tool.input_schema is None:
-            raise ValueError(f"tool {tool.name!r} has no input_schema: the server's own tools are not had here")
+            raise ValueError(f"tool {tool.name!r} has no input_schema: only function tools are supported")
     return [
         {
             "type": "function",
@@ -245,5 +245,7 @@ def _part(block: _Block) -> dict[str, Any]:
 
 def _text(block: _Block) -> str:
     if block.type != "text":
-        raise ValueError(f"a message has a block of type {block.type!r}; text, images, tools and thoughts are had")
+        raise ValueError(
+            f"a message has a block of type {block.type!r}; supported are text, images, tools and thoughts"
+        )
     return block.text

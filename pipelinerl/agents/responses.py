@@ -98,7 +98,9 @@ class Responses:
         before = []
         if request.previous_response_id:
             if request.previous_response_id not in self._conversations:
-                raise ValueError(f"previous_response_id {request.previous_response_id!r} is no answer of this rollout")
+                raise ValueError(
+                    f"previous_response_id {request.previous_response_id!r} is not an answer of this rollout"
+                )
             before = self._conversations[request.previous_response_id]
         items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
         instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -110,7 +112,7 @@ class Responses:
 
     def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
         said = said_of(call)
-        response = self._begun(call)
+        response = self._new_response(call)
         message = {"role": "assistant", "content": said.content, "tool_calls": said.tool_calls}
         self._conversations[response["id"]] = [*asked.messages[asked.num_instructions :], message]
         prompt, output = call.prompt_length_tokens, call.output_length_tokens
@@ -123,18 +125,18 @@ class Responses:
 
     def events(self, call: LLMCall, asked: ChatRequest) -> Iterator[Event]:
         whole = self.answer(call, asked)
-        begun = whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        told: list[Event] = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+        empty = whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        events: list[Event] = [("response.created", {"response": empty}), ("response.in_progress", {"response": empty})]
         for index, item in enumerate(whole["output"]):
-            told += _item_events(index, item)
-        told.append((f"response.{whole['status']}", {"response": whole}))
-        for number, (kind, data) in enumerate(told):
+            events += _item_events(index, item)
+        events.append((f"response.{whole['status']}", {"response": whole}))
+        for number, (kind, data) in enumerate(events):
             yield kind, {"type": kind, "sequence_number": number, **data}
 
     def error(self, status: int, message: str) -> dict[str, Any]:
         return openai_error(status, message)
 
-    def _begun(self, call: LLMCall) -> dict[str, Any]:
+    def _new_response(self, call: LLMCall) -> dict[str, Any]:
         return {
             "id": new_id("resp_"),
             "object": "response",
@@ -200,7 +202,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[Event]:
 def _chat_tools(tools: list[_ResponsesTool]) -> list[dict[str, Any]] | None:
     for tool in tools:
         if tool.type != "function":
-            raise ValueError(f"a tool has the type {tool.type!r}: only functions of the agent's own are had here")
+            raise ValueError(f"a tool has the type {tool.type!r}: only function tools are supported")
     return [
         {
             "type": "function",
@@ -238,7 +240,9 @@ def _chat_messages(items: list[_Item]) -> list[dict[str, Any]]:
         elif item.type == "function_call_output":
             messages += _result(item)
         elif item.type != "reasoning":
-            raise ValueError(f"input has an item of type {item.type!r}; messages, calls and their results are had")
+            raise ValueError(
+                f"input has an item of type {item.type!r}; supported are messages, calls and their results"
+            )
     if not messages:
         raise ValueError("input is empty: give the conversation's items")
     return messages
@@ -258,7 +262,7 @@ def _content(content: str | list[_Part]) -> str | list[dict[str, Any]]:
         return content
     for part in content:
         if part.type not in TEXT_PARTS and not (part.type == "input_image" and part.image_url):
-            raise ValueError(f"input has a part of type {part.type!r}; text and images by data URL are had")
+            raise ValueError(f"input has a part of type {part.type!r}; supported are text, and images as data URLs")
     if all(part.type in TEXT_PARTS for part in content):
         return "\n".join(part.text for part in content)
     return [

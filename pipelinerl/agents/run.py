@@ -173,13 +173,13 @@ async def read_end(stream: asyncio.StreamReader, program: str) -> bytes:
     while chunk := await stream.read(READ_BYTES):
         found += chunk
         if (excess := len(found) - MAX_OUTPUT_BYTES) > 0:
-            say_cut(program)
+            warn_cut(program)
             del found[:excess]
     return bytes(found)
 
 
 @functools.cache
-def say_cut(program: str) -> None:
+def warn_cut(program: str) -> None:
     """Warns, once per program, that the beginning of its output was dropped."""
     log.warning("event=output_cut program=%s limit_bytes=%d: only the end of it is read", program, MAX_OUTPUT_BYTES)
 

@@ -54,8 +54,8 @@ def answered_texts(
         answered = renderer.render_text(messages[: index + 1], tools, kwargs, ask=False)
         if not answered.startswith(asked):
             raise DomainError(
-                f"the chat template renders message {index} in another way than it asks for it ({asked[-40:]!r}): its "
-                "tokens would not be those that a server samples"
+                f"the chat template does not render message {index} as a continuation of its prompt, which ends in "
+                f"{asked[-40:]!r}: a server would sample other tokens"
             )
         _check_rendered(message, answered[len(asked) :], tools or [], asked)
         if not (found and asked.startswith(found[-1].text)):

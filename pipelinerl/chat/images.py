@@ -99,7 +99,7 @@ def _opened(data: bytes) -> "Image":
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"its {len(data)} bytes are no {', '.join(FORMATS)}, or damaged") from None
+        raise ValueError(f"its {len(data)} bytes are not a {', '.join(FORMATS)}, or damaged") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"it cannot be decoded: {error}") from error
 

@@ -108,7 +108,7 @@ def call_of(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
     for _ in range(MAX_NESTING):
         level = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer)]
         if any(isinstance(one, int) and abs(one) > sys.float_info.max for one in level):
-            raise ValueError("an integer is no number of other languages")
+            raise ValueError("an integer is too large for other languages")
         level = [one for one in level if isinstance(one, (dict, list))]
     if level:
         raise ValueError(f"arguments are nested deeper than {MAX_NESTING}")

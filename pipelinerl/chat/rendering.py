@@ -213,6 +213,6 @@ def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
         return Path(chosen).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"`llm.chat_template` is {chosen!r}, which is no file ({error.strerror}); the tokenizer's templates are "
+            f"`llm.chat_template` is {chosen!r}, which is not a file ({error.strerror}); the tokenizer's templates are "
             f"{sorted(named) or 'not named'}: give the path of a Jinja template"
         ) from error

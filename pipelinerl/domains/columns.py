@@ -49,7 +49,7 @@ def checked_columns(columns: Mapping[str, str] | None, fields: Sequence[str]) ->
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
         raise DomainError(f"`dataset_loader_params.columns` is {columns!r}: it must be an object, field: column")
     if others := sorted(named.keys() - set(fields)):
-        raise DomainError(f"`dataset_loader_params.columns.{others[0]}` is no field of this domain: {list(fields)}")
+        raise DomainError(f"`dataset_loader_params.columns.{others[0]}` is not a field of this domain: {list(fields)}")
     return dict(named)
 
 
@@ -148,7 +148,7 @@ def answer_of(row: dict[str, Any], name: str | None) -> str:
         if last["role"] != "assistant":
             raise UnusableRow(
                 "the answer is missing",
-                f"the last message of column `{key}` is of {last['role']!r}, not of 'assistant'; set "
+                f"the last message of column `{key}` has role {last['role']!r}, not 'assistant'; set "
                 "dataset_loader_params.columns.answer",
             )
         value = last["content"]
@@ -178,7 +178,8 @@ def messages_in(value: Any, key: str) -> Messages:
         role, content = given.get("role"), given.get("content")
         if role not in ROLES:
             raise UnusableRow(
-                "a message of an unknown role", f"column `{key}` has one of role {role!r}, not one of {list(ROLES)}"
+                "a message of an unknown role",
+                f"column `{key}` has one of role {role!r}: use one of {list(ROLES)}",
             )
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             kinds = [str(part.get("type")) for part in content]
@@ -189,7 +190,7 @@ def messages_in(value: Any, key: str) -> Messages:
         if not isinstance(content, str) or given.keys() - {"role", "content", "name"}:
             raise UnusableRow(
                 "a message that is more than text",
-                f"column `{key}` has one with {sorted(given)}, of which only role, text and name are read",
+                f"column `{key}` has one with {sorted(given)}, but only role, text and name are read",
             )
         found.append(given | {"content": content})
     return found

@@ -206,7 +206,7 @@ def file_rows(file: Path, split: str = "train") -> Iterator[Any]:
             yield from map(without_nulls_within, batch.to_pylist())
         return
     if not form:
-        raise DomainError(f"{file} is no data file: its name must end in {DATA_ENDINGS}")
+        raise DomainError(f"{file} is not a data file: its name must end in {DATA_ENDINGS}")
     with (gzip.open if file.suffix.lower() == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as stream:
         if form in ("csv", "tsv"):
             delimiter = "\t" if form == "tsv" else ","

@@ -209,7 +209,7 @@ class JudgeClient:
                     return read_opinion(choice.message.content or "", judge.levels)
             except (ValueError, RecursionError) as error:
                 said = f"{said or answer[:300].decode(errors='replace')}: {error}"
-        raise VerifierError(f"judge {judge.name} said no verdict in {TRIES} tries, the last time: {said[:500]}")
+        raise VerifierError(f"judge {judge.name} gave no verdict in {TRIES} tries. Its last answer: {said[:500]}")
 
     async def _number(self, session: aiohttp.ClientSession, question: str | Messages, answer: str) -> float:
         """Returns the logit of a reward model, without its activation."""
@@ -225,9 +225,11 @@ class JudgeClient:
             ((number,),) = [one.probs for one in _classes.decode(found).data]
         except (ValueError, RecursionError) as error:
             said = found[:300].decode(errors="replace")
-            raise VerifierError(f"judge {self._judge.name} said no single number: {said}: {error}") from error
+            raise VerifierError(f"judge {self._judge.name} did not return one number: {said}: {error}") from error
         if not abs(number) <= LARGEST_NUMBER:
-            raise VerifierError(f"judge {self._judge.name} said {number}")
+            raise VerifierError(
+                f"judge {self._judge.name} returned {number}, which is not a number within ±{LARGEST_NUMBER:g}"
+            )
         return number
 
     async def _ask(
@@ -294,8 +296,8 @@ class JudgeClient:
         """Counts a request before it is sent, repetitions included. Raises ``DomainError`` after `judges.max_calls`."""
         if self._judge.max_calls is not None and self.num_calls >= self._judge.max_calls:
             raise DomainError(
-                f"judge {self._judge.name}: this worker has asked {self.num_calls} times, as often as "
-                "`judges.max_calls` allows"
+                f"judge {self._judge.name}: this worker has asked {self.num_calls} times, the limit of "
+                "`judges.max_calls`"
             )
         self.num_calls += 1
 

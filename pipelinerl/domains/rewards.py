@@ -71,7 +71,7 @@ class VerdictRewards:
         unfinished = given["unfinished"]
         by_verdict = dict(unfinished) if isinstance(unfinished, Mapping | DictConfig) else {}
         for verdict in sorted(by_verdict.keys() - (names - {"unfinished"})):
-            raise DomainError(f"`rewards.unfinished.{verdict}`: it is none of {sorted(names - {'unfinished'})}")
+            raise DomainError(f"`rewards.unfinished.{verdict}`: use one of {sorted(names - {'unfinished'})}")
         entries = given | {f"unfinished.{verdict}": value for verdict, value in by_verdict.items()}
         for name, value in entries.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)

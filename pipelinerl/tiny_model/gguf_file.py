@@ -51,7 +51,7 @@ def _check_file(file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"the GGUF file {file} cannot be read: {error.strerror or error}") from error
     if start != MAGIC:
-        raise ConfigError(f"{file} is no GGUF file: it begins with {start!r}, not {MAGIC!r}")
+        raise ConfigError(f"{file} is not a GGUF file: it begins with {start!r}, not {MAGIC!r}")
 
 
 def _write(file: Path, folder: Path, dtype: str) -> None:

@@ -138,7 +138,7 @@ async def test_output_beyond_the_limit_keeps_its_end_and_blocks_nobody(
 ) -> None:
     monkeypatch.setattr(run, "MAX_OUTPUT_BYTES", 1000)
     code = "import sys; sys.stderr.write('e' * 300_000); print('x' * 300_000 + '42')"
-    run.say_cut.cache_clear()
+    run.warn_cut.cache_clear()
     for _ in range(2):
         status, out, err = await run_program([sys.executable, "-c", code], "", SHELL_ENV)
         assert (status, out, err) == (0, b"x" * 997 + b"42\n", b"e" * 1000)

@@ -339,7 +339,7 @@ SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
         ("responses", {"input": []}, ["input is empty"]),
     ],
 )
-async def test_what_is_not_had_is_refused_in_the_dialects_own_shape(path: str, body: dict, facts: list[str]) -> None:
+async def test_unsupported_request_is_refused_in_the_shape_of_its_api(path: str, body: dict, facts: list[str]) -> None:
     async with recording("x") as agent, aiohttp.ClientSession() as session:
         for key, status in ((agent.api_key, 400), ("wrong", 401)):
             headers = {"x-api-key": key} if path.startswith("messages") else {"Authorization": f"Bearer {key}"}

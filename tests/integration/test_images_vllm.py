@@ -125,7 +125,7 @@ def test_features_follow_the_weights(served: Served) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": (b"no image",)}, "image 0: its 8 bytes are no PNG"),
+        ({"images": (b"no image",)}, "image 0: its 8 bytes are not a PNG"),
         ({"images": (WIDE, WIDE)}, "shape (2, 2)"),
         ({"image_spans": np.array([[1, 1]], dtype=np.int32)}, "not ascending"),
         ({"image_spans": np.array([[1, 90]], dtype=np.int32)}, "not ascending"),

@@ -149,7 +149,7 @@ async def test_list_of_tools_without_end_is_cut_and_said_once(
         async def list_tools(self, cursor: str | None) -> Any:
             return SimpleNamespace(tools=[tool() for _ in range(page)], next_cursor="more")
 
-    mcp_tools.say_cut.cache_clear()
+    mcp_tools.warn_cut.cache_clear()
     for _ in range(2):
         tools = Tools({"endless": Endless()})
         await tools.list()

@@ -49,7 +49,7 @@ def parse_assertion(assertion: str, function: str) -> Assertion:
     calls = Calls(function)
     (statement, *others) = parsed(assertion)
     if not isinstance(statement, ast.Assert) or others:
-        raise DomainError(f"no assertion: {assertion[:100]!r}")
+        raise DomainError(f"not an assertion: {assertion[:100]!r}")
     check = calls.visit(statement)
     if not calls.expressions or function in names(check):
         raise DomainError(f"an assertion that does not call {function!r} plainly: {assertion[:100]!r}")
@@ -72,7 +72,7 @@ def of_list(tests: list[str], setup: str) -> dict[str, Any]:
     imports = [statement for statement in statements if isinstance(statement, ast.Import | ast.ImportFrom)]
     before = [*parsed(setup), *imports]
     if len(asserts) + len(imports) < len(statements):
-        raise DomainError(f"tests that are no assertions: {tests[0][:100]!r}")
+        raise DomainError(f"tests that are not assertions: {tests[0][:100]!r}")
     known = {*dir(builtins), *(name for statement in before for name in changed_names(statement))}
     called = [[name for name in called_names(one) if name not in known] for one in asserts]
     common = [name for name in (called or [[]])[0] if all(name in each for each in called)]
@@ -103,7 +103,7 @@ def of_check(test: str, function: str) -> dict[str, Any]:
     kept = [one for one in (*statements, *checks[0].body) if not isinstance(one, ast.Expr)]
     before = [one for one in kept if one not in (checks[0], *asserts)]
     if strange := [one for one in before if function in names(one)]:
-        raise DomainError(f"tests that are no assertions: {ast.unparse(strange[0])[:100]!r}")
+        raise DomainError(f"tests that are not assertions: {ast.unparse(strange[0])[:100]!r}")
     asserts = [one for one in asserts if function in names(one)]
     return {"asserts": code_of(asserts), "fn_name": function, "setup": "\n".join(code_of(before))}
 

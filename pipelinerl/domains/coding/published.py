@@ -158,9 +158,9 @@ def unpickled_text(content: bytes) -> str:
     try:
         value = TextUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle raises any exception
-        raise DomainError(f"compressed tests that are no pickled text: {error}") from error
+        raise DomainError(f"compressed tests that are not a pickled text: {error}") from error
     if not isinstance(value, str | bytes):
-        raise DomainError(f"compressed tests that are no pickled text: {type(value).__name__}")
+        raise DomainError(f"compressed tests that are not a pickled text: {type(value).__name__}")
     return value.decode() if isinstance(value, bytes) else value
 
 

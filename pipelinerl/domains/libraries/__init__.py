@@ -109,5 +109,5 @@ def address_of(cfg: DictConfig, name: str, *, replica: int = 0, own_path: str = 
         return name
     jobs = [job for job in get_environment_jobs(cfg, name) if job.environment_key == name]
     if not jobs:
-        raise DomainError(f"no entry of `environments` has the key {name!r}, and it is no address (http://…)")
+        raise DomainError(f"no entry of `environments` has the key {name!r}, and it is not an address (http://…)")
     return f"{jobs[replica % len(jobs)].url}{own_path}"

@@ -132,7 +132,7 @@ class Tools:
                 if not cursor or left < 0:
                     break
             if cursor or left < 0:
-                say_cut(server)
+                warn_cut(server)
 
     def _add(self, server: str, name: str, description: dict[str, Any]) -> None:
         if name in self._owners:
@@ -246,7 +246,7 @@ def kept_server(given: Any) -> Any:
 
 
 @functools.cache
-def say_cut(server: str) -> None:
+def warn_cut(server: str) -> None:
     """Warns, once per server, that not all of its tools are used."""
     limits = (MAX_PAGES, MAX_LISTED_CHARS)
     log.warning("event=tools_left_out server=%s limit_pages=%d limit_chars=%d: the later ones", server, *limits)

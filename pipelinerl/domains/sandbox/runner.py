@@ -53,8 +53,8 @@ def check_mode(mode: str) -> str:
     """Returns ``mode``. Raises ``ValueError`` if it is not in ``MODES``: others do not isolate enough."""
     if mode not in MODES:
         raise ValueError(
-            f"sandbox mode {mode!r} does not hold what the sandbox promises (landlock shares the user's processes and "
-            "disk with the program, bwrap its supervisor): use 'root' or 'user', or set sandbox_endpoint"
+            f"sandbox mode {mode!r} does not isolate a program (landlock shares the user's processes and disk with it, "
+            "bwrap its supervisor): use 'root' or 'user', or set sandbox_endpoint"
         )
     return mode
 
@@ -151,7 +151,7 @@ class Sandbox:
     """Runs programs, ``concurrency`` at a time. ``close`` ends its jail, as does its garbage collection.
 
     Raises:
-        ValueError: a mode that does not hold what the sandbox promises.
+        ValueError: a mode that does not isolate programs.
 
     Example:
         >>> sandbox = Sandbox()

@@ -231,7 +231,7 @@ def test_json_file_of_one_object_is_one_row_and_its_parts_have_names(tmp_path):
         ("x.jsonl.gz", gzip.compress((LINES * 100).encode())[:-20], "EOFError"),
         ("x.jsonl.gz", LINES.encode(), "Not a gzipped file"),
         ("x.json", b"3", says("row 0", "int", "object")),
-        ("x.jsonl.zst", b"", "is no data file: its name must end in"),
+        ("x.jsonl.zst", b"", "is not a data file: its name must end in"),
         ("x.arrow", b"no arrow", "Arrow"),
     ],
 )

@@ -334,11 +334,11 @@ async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> 
         judge = client(server.url, kind="reward", max_answer_chars=8)
         verdict = await judge.check(session, [{"role": "user", "content": "Q"}], "A<|im_end|> is cut")
         assert (verdict.status, verdict.score) == ("wrong", -1.5)
-        with pytest.raises(VerifierError, match=says("helpful", "no single number")):
+        with pytest.raises(VerifierError, match=says("helpful", "one number")):
             await judge.check(session, "Q", "B")
         with pytest.raises(VerifierError, match=says("helpful", "1e+300")):
             await judge.check(session, "Q", "C")
-        with pytest.raises(VerifierError, match=says("helpful", "no single number")):
+        with pytest.raises(VerifierError, match=says("helpful", "one number")):
             await judge.check(session, "Q", "D")
     path, _, asked = server.requests[0]
     assert (path, asked["use_activation"]) == ("/classify", False)

@@ -128,7 +128,7 @@ def cut_in_half(path: Path) -> None:
     ("spoil", "message"),
     [
         (Path.unlink, "cannot be read: No such file"),
-        (lambda path: path.write_bytes(b"PK\x03\x04"), "is no GGUF file: it begins with b'PK"),
+        (lambda path: path.write_bytes(b"PK\x03\x04"), "is not a GGUF file: it begins with b'PK"),
         (cut_in_half, "is damaged or cut off"),
         (drop_tensor, "no tensor for model.layers.1.self_attn.q_proj.weight"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwerz")), "architecture 'qwerz'"),
