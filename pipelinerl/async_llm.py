@@ -52,6 +52,7 @@ from pipelinerl.streams.codec import Codec
 MISSING_LOGPROB = -9999.0
 """vLLM's value for a token without a log-probability."""
 MAX_BACKOFF_S = 10.0
+"""A server that is back is found again this soon."""
 MAX_CHARS_PER_TOKEN = 10
 """More than the average of any text that fills a context: English has 4, code 3."""
 LONG_TOKENS = 4000

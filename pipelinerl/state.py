@@ -27,6 +27,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 T = TypeVar("T")
 
 _POLL_S = 0.5
+"""Longest delay of ``stop``. Records arrive without it."""
 
 
 @dataclass(eq=False)

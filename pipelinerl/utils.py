@@ -7,6 +7,7 @@ from pipelinerl.world import Job
 from pipelinerl.world.proxies import own_client
 
 HEALTH_TIMEOUT_S = 5.0
+"""A server that answers later counts as frozen."""
 
 
 def resolve_environment_key(cfg: DictConfig, default: str | None = None) -> str | None:

@@ -31,6 +31,7 @@ from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_BODY_BYTES = 16 * 2**20
+"""Longest request: a text of millions of tokens, or some ten photographs."""
 TOO_LARGE = f"the request has more than {MAX_BODY_BYTES} bytes: send fewer or smaller images"
 
 

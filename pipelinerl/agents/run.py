@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 MAX_OUTPUT_BYTES = 2**22
 """Bytes kept of a program's output, and of its error output. A million tokens fit, and 100 programs stay below 1 GB."""
 READ_BYTES = 2**16
+"""One chunk: the capacity of a pipe."""
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 csv.field_size_limit(1 << 30)  # tests of programs are longer than its default of 128 KiB
 
 HELD_OUT_EVERY = 10
+"""One generated problem in this many is held out for ``test``."""
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
 FORM = re.compile(rf"(?=\.(?P<form>[a-z]+)){DATA_ENDING}$", re.IGNORECASE)
 DATA_ENDINGS = ".jsonl, .ndjson, .json, .csv or .tsv (or one of them and .gz), .parquet or .arrow"

@@ -49,7 +49,9 @@ MISCONFIGURED = (401, 403, 404)
 WORTH_REPEATING = (408, 429)
 """Statuses below 500 for which a repetition can help."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
+"""Delays double from the first to the longest, after which a server that is back is found."""
 DEFAULT_PATIENCE_S = 30.0
+"""Used where the configuration has no `launcher.startup_timeout_s`, as in a test of a domain."""
 MAX_KEPT = 100_000
 """Newest verdicts that a client keeps: some 100 MB, since a detail has at most `MAX_REASON_CHARS`."""
 TRIES = 2

@@ -44,6 +44,7 @@ NO_REFERENCE = "none is given"
 CONTROL = re.compile(r"[<＜﹤](?=[^\s\d<=])|[\[［](?=[/／]?[A-Za-zＡ-Ｚａ-ｚ_＿]+[\]］])")
 """First character of a possible control token of a chat template."""
 MAX_REASON_CHARS = 400
+"""Three sentences, as `PROTOCOL` asks."""
 
 
 def without_control_tokens(text: str) -> str:

@@ -19,6 +19,7 @@ from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 HELD_OUT_DIVISOR = 5
+"""One triple in this many is held out for ``test``."""
 
 
 def question(numbers: Sequence[int]) -> str:

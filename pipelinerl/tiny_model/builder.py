@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_SAMPLE = 200
 """Conversations from which the tokenizer learns its merges."""
 HEAD_SIZE = 32
+"""Width of an attention head: the smallest that vLLM's attention supports on every device."""
 SOURCES = ("tiny_model", "chat", "preprocess", "finetune")
 """Folders of the package whose code makes and trains a model. A change there makes cached models invalid."""
 SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -24,7 +24,9 @@ from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict, correct, no_answer
 
 MAX_CODE_CHARS = 100_000
+"""A longer program is not compiled. Codeforces allows 65,536 characters."""
 TOLERANCE = 1e-6
+"""Tolerance of decimals that most contests announce."""
 SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 NUMBER = re.compile(
     r"[+-]?(?:(?:(?:0|[1-9][0-9]*+)(?:\.[0-9]*+)?|\.[0-9]++)(?:e[+-]?[0-9]{1,9})?|inf(?:inity)?)",

@@ -22,8 +22,11 @@ from pipelinerl.domains.answer_tag import CLOSING, OPENING, last_answer
 from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
 
 MAX_LENGTH = 400
+"""Characters of an expression. With `MAX_DIGITS`, it bounds the exact value to 400 digits, and so the cost."""
 MAX_DEPTH = 32
+"""Nested brackets: far from the interpreter's limit of recursion, at four calls for each."""
 MAX_DIGITS = 9
+"""Digits of a number. The game's numbers have two."""
 OPERATORS = {"−": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 FRACTION = "\\frac"
 OPERATORS |= {"\\dfrac": FRACTION, "\\tfrac": FRACTION}

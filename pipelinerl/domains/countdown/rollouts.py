@@ -14,6 +14,7 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
 MAX_TRIES = 1000
+"""Draws without a new problem, after which all are taken to be drawn."""
 
 
 def is_test_problem(numbers: list[int], target: int) -> bool:
@@ -99,7 +100,7 @@ def draw_problem(
     held_out: bool,
     seen: set[tuple[tuple[int, ...], int]],
 ) -> tuple[list[int], int] | None:
-    """Draws a new problem of the wanted part. None after ``MAX_TRIES`` failures: all may have been drawn."""
+    """Draws a new problem of the wanted part. None after ``MAX_TRIES`` failures."""
     for _ in range(MAX_TRIES):
         numbers = [rng.randint(1, max_number) for _ in range(rng.randint(*num_numbers))]
         target = draw_target(rng, numbers, operators)

@@ -16,8 +16,9 @@ from pipelinerl.world.network import listen_address
 from pipelinerl.world.process import kept
 
 POLL_S = 0.5
+"""Interval of heartbeats, far below `launcher.heartbeat_timeout_s`, and longest delay of a stop."""
 STOP_S = 5.0
-"""Seconds from SIGTERM to SIGKILL of the server."""
+"""Seconds from SIGTERM to SIGKILL of the server, which may still write files."""
 
 
 def main(context: RoleContext) -> None:

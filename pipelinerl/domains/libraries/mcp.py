@@ -40,8 +40,8 @@ http = library("httpx2", "mcp")
 streams = library("mcp.client.streamable_http", "mcp")
 types = library("mcp.types", "mcp")
 
-
 TIMEOUT_S = 60.0
+"""Default of `timeout_s`: a search on the web fits."""
 MAX_LINE_CHARS = 2000
 """Longer lines of a program's error output are split, so that an endless one does not fill the memory."""
 PATIENCE_S = 1.0

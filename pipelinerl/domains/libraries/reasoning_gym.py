@@ -26,6 +26,7 @@ utils = library("reasoning_gym.utils", "reasoning-gym")
 MAX_MISSES = 1000
 """A task is exhausted after this many entries in a row without a new problem."""
 CACHED_TASKS = 256
+"""More than the library's tasks for both parts, so that none is made again for every answer."""
 
 required_problem_keys = ("task", "name", "settings", "index")
 

@@ -22,9 +22,12 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 SYSTEM_PROMPT = "Use the tools where they help. When you know the answer, give it as <answer>number</answer>."
 MAX_ANSWER_CHARS = 100
+"""A longer answer is a sentence, not a number or a name."""
 MAX_RESULT_CHARS = 2000
+"""About 500 tokens, so that the results of `DEFAULT_MAX_TURNS` fit a context of 4,096 tokens beside the answers."""
 NUMBER = re.compile(r"[-+]?[0-9]{1,50}(?:\.[0-9]{1,50}|/[0-9]{1,50})?", re.ASCII)
 DEFAULT_MAX_TURNS = 6
+"""Default of `max_turns`."""
 
 
 class ToolUseMetrics(BaseMetrics):

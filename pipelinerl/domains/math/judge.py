@@ -24,6 +24,7 @@ from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unpa
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
+"""PipelineRL's limit (`max_prediction_length`). The answers of published sets are shorter."""
 MAX_TEXT_CHARS = 4000
 """An output without a box is searched for an answer in this many characters at its end."""
 HARMLESS = "0"

@@ -13,9 +13,11 @@ from pipelinerl.errors import VerifierError
 
 RETRIES = 4
 FIRST_DELAY_S = 0.5
+"""The delays double, and add up to 7.5 s. After that the attempt is repeated as a whole."""
 MAX_CONCURRENT = 64
 """Concurrent requests of a worker, for all its rollouts."""
 RUN_TIMEOUT_S = 10.0
+"""Default of `sandbox_timeout_s`, and the default of SandboxFusion."""
 SPARE_S = 30.0
 """Seconds that an answer may take beyond three times the longest run: the service queues programs."""
 

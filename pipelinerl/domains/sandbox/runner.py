@@ -65,9 +65,13 @@ COUNTS_BY_NAMESPACE = (5, 14)
 """The first Linux that counts a user's processes per user namespace. In mode ``user``, older ones count all programs
 together, so that a fork bomb hits its neighbours."""
 START_S = 30.0
+"""Seconds for a jail to start, which takes a fraction of one on an idle machine."""
 GRACE_S = 10.0
+"""Seconds beyond a run's time in which its supervisor must report, on a busy machine, too."""
 STOP_S = 5.0
+"""Seconds from closing the socket to SIGKILL of a jail, which then ends by itself at once."""
 RECEIVE_BYTES = 1 << 20
+"""One chunk of a report, which has `Limits.output_kb` at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

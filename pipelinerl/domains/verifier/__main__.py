@@ -18,6 +18,7 @@ from pipelinerl.world.tls import server_files
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+"""Interval of heartbeats, and longest delay of a stop."""
 
 
 def main(context: RoleContext) -> None:

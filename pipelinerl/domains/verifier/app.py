@@ -20,6 +20,7 @@ from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, MathAnswer, Verdict
 
 MAX_BATCH = 4096
+"""Checks of one request. `verifier.max_body_kb` alone would allow tens of thousands of small ones, a task each."""
 
 _ENCODER = msgspec.json.Encoder()
 _CHECK = msgspec.json.Decoder(Check)

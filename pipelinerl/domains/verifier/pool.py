@@ -25,9 +25,11 @@ from pipelinerl.errors import VerifierError
 from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 
 STARTUP_TIMEOUT_S = 120.0
+"""The judges' imports take seconds, from a cold network file system a minute."""
 KILL_GRACE_S = 0.5
 """CPU seconds past its limit, but at most the limit again, after which a worker is killed: it did not stop itself."""
 LONGEST_PAUSE_S = 0.1
+"""Interval of looking at a worker's CPU clock, where it is not about to reach its limit."""
 WALL_FACTOR = 6
 LEAST_SHARE = 0.01
 """A check is starved if it gets less than this share of its CPU limit in ``WALL_FACTOR`` times the limit of wall time:

@@ -25,6 +25,7 @@ HEADER = struct.Struct("!I")
 REQUEST = struct.Struct("!Id")
 """Length of the check in bytes, and its CPU seconds."""
 SHORTEST_TIMER_S = 1e-4
+"""A timer of 0 would not fire."""
 
 
 class TimeLimitReached(BaseException):

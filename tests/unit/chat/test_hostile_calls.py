@@ -14,7 +14,7 @@ from pipelinerl.agents.dialect import ChatRequest
 from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
 from pipelinerl.async_llm import llm_async_generate
-from pipelinerl.chat.reading import MAX_NESTING, ReadText, reader_of
+from pipelinerl.chat.reading import ReadText, reader_of
 from pipelinerl.llm import Prompt
 from pipelinerl.testing import FakeLLM, byte_tokenizer, run_rollout
 
@@ -45,10 +45,10 @@ TEXT = [
     *(with_arguments(one) for one in ('{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a": ["\\ud800x"]}')),
     *(with_arguments(one) for one in ("[1]", "7", "true", '"x"', '"[1]"', "NaN", '"{\\"a\\": NaN}"', "{", "{'a': 1}")),
     with_arguments('{"a": "<tool_call>{}</tool_call>"'),
-    nested(MAX_NESTING + 1),
+    nested(65),
     nested(500),
     nested(100_000),
-    with_arguments('{"a": ' + "[" * MAX_NESTING + "]" * MAX_NESTING + "}"),
+    with_arguments('{"a": ' + "[" * 64 + "]" * 64 + "}"),
     "null",
     "7",
     '"add"',
@@ -65,6 +65,7 @@ CALLS: list[tuple[str, Any]] = [
     (with_arguments('{"a": 1, "a": 2}'), {"a": 2}),
     (with_arguments('{"a": "\\ud83d\\ude00", "": null, "b": 1e308}'), {"a": "😀", "": None, "b": 1e308}),
     (with_arguments(f'{{"a": {10**300}}}'), {"a": 10**300}),
+    (nested(64), json.loads('{"a":' * 64 + "1" + "}" * 64)),
     ('{"name": "add", "id": {"x": NaN}, "arguments": {"a": 1}}', {"a": 1}),
 ]
 WRITTEN = {

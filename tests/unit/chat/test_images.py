@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from pipelinerl.chat.images import (
-    MAX_PIXELS,
     check_expansion,
     describe_image,
     image_bytes,
@@ -70,7 +69,11 @@ def test_image_that_is_none_or_too_large_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pipelinerl.chat.images.MAX_PIXELS", 1199)
     with pytest.raises(ValueError, match=says("40 × 30", 1199)):
         open_image(picture(40, 30))
-    assert MAX_PIXELS > 2**20
+
+
+def test_image_of_more_than_64_mebipixels_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(ValueError, match="8192 × 8193"):
+        open_image(encoded(Image.new("1", (8192, 8193))))
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:

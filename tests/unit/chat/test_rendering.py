@@ -25,6 +25,14 @@ def test_parts_of_text_are_rendered() -> None:
     assert "user\nseen<" in render({"type": "text", "text": "seen"})
 
 
+def test_newest_256_prompts_are_kept() -> None:
+    renderer = ChatRenderer(byte_tokenizer())
+    asked = [[{"role": "user", "content": str(number)}] for number in range(257)]
+    rendered = [renderer.render(messages, None, {}) for messages in asked]
+    assert renderer.render(asked[1], None, {}) is rendered[1]
+    assert renderer.render(asked[0], None, {}) is not rendered[0]
+
+
 IMAGE = {"type": "image", "image": b"first"}
 OTHER = {"type": "image_url", "image_url": {"url": "data:image/png;base64,c2Vjb25k"}}
 

@@ -36,6 +36,12 @@ def test_more_than_a_tenth_left_out_is_an_error(num_bad: int, is_refused: bool) 
         assert len(load_usable("sums", rows, read)) == 9
 
 
+def test_reading_ends_after_a_thousand_rows_of_which_none_is_usable() -> None:
+    report = RowReport(dataset="sums")
+    assert not list(usable_problems([None] * 3000, read, report))
+    assert report.left_out.total() == 1000
+
+
 def test_no_usable_row_is_an_error_whatever_is_allowed() -> None:
     with pytest.raises(DomainError, match="1 of 1 rows"):
         load_usable("sums", [None], read, max_left_out=1.0)

@@ -52,6 +52,7 @@ TOLERANCE = mpmath.mpf(10) ** -30
 MIN_DIGITS = 6
 """A decimal with at least this many digits after the point, and in all, stands for the value that it rounds."""
 MIN_POINTS = 3
+"""Points at which two expressions must have values to be compared. At fewer, different ones may agree."""
 MAX_SPAN = 1500
 """Decimal places between an answer's largest and smallest number. Beyond, only rational answers are compared."""
 

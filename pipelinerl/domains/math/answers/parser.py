@@ -39,6 +39,7 @@ from pipelinerl.domains.math.answers.trees import (
 )  # fmt: skip
 
 MAX_DEPTH = 60
+"""Nested brackets. Each takes some ten calls, and the interpreter allows 1,000."""
 
 
 def parse(text: str, *, bare_units: bool = True) -> Statement:

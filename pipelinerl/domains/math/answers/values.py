@@ -12,9 +12,11 @@ import mpmath
 from pipelinerl.domains.math.answers.trees import Num, Op, Sym, Tree, UnitWords
 
 DIGITS = 60
+"""Digits of a value that is not rational: twice those of `equality.TOLERANCE`, so that rounding does not matter."""
 MAX_POWER_DIGITS = 20_000
 """A power or factorial with more digits is not computed."""
 MAX_BITS = 200_000
+"""Bits of a power that is computed exactly. A larger one is computed to `DIGITS` digits."""
 CONSTANTS: dict[str, Any] = {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infty": mpmath.inf}
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "+": operator.add, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "abs": abs,

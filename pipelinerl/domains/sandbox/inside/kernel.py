@@ -33,7 +33,6 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 KEPT_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048
 """Mount flags that a remount must keep (statvfs and mount have the same values)."""
-CAP_KILL = 5
 MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -90,9 +89,7 @@ def bind_read_only(source: str, target: str) -> None:
     mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
 
 
-def keep_capabilities(*capabilities: int) -> None:
-    """Drops all capabilities but these."""
-    mask = sum(1 << capability for capability in capabilities)
-    header = struct.pack("Ii", 0x20080522, 0)
-    low = struct.pack("III", mask, mask, 0)
-    check(CAPSET(header, low + bytes(12)), "capset")
+def drop_capabilities() -> None:
+    """Drops all capabilities."""
+    header = struct.pack("Ii", 0x20080522, 0)  # version 3, of this thread
+    check(CAPSET(header, bytes(24)), "capset")

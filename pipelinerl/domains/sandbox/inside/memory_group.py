@@ -9,6 +9,7 @@ import os
 import time
 
 REMOVE_S = 2.0
+"""The kernel needs milliseconds. A group that stays costs the machine a folder, so the run goes on."""
 PREFIX = "pipelinerl-sandbox-"
 
 

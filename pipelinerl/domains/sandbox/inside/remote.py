@@ -14,6 +14,7 @@ import time
 
 BEGINS = "pipelinerl: the program begins"
 ERROR_BYTES = 4096
+"""The end of the error output that is returned: a traceback fits."""
 
 
 def main(folder: str, limit_s: float, output_bytes: int) -> None:
