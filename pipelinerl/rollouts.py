@@ -1,4 +1,4 @@
-"""What a domain's rollout function returns: training texts with rewards, and metrics. Public: field names are frozen.
+"""The result of a domain's rollout function: training texts with rewards, and metrics. Public: field names are frozen.
 
 A text made by ``make_training_text`` carries numpy arrays, and a token list is built from them at its first access.
 From then on the list is authoritative: a domain may replace it or edit it in place (see ``actor/sequences.py``).

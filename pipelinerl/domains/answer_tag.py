@@ -4,7 +4,7 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 
 def last_answer(output: str) -> str | None:
-    """Returns what the last ``<answer>…</answer>`` of an output holds. None if none is closed."""
+    """Returns the content of the last ``<answer>…</answer>`` in an output. None: no answer is closed."""
     start = output.rfind(OPENING, 0, max(output.rfind(CLOSING), 0))
     if start < 0:
         return None

@@ -100,9 +100,9 @@ class Domain:
     def _check_free_of_secrets(self, problems: Sequence[Problem], names: Mapping[str, str]) -> None:
         """Raises ``DomainError`` if a problem holds the value of an environment variable that the parameters name."""
         for index, problem in enumerate(problems if names else ()):
-            told = repr(problem)
+            text = repr(problem)
             for name in names.values():
-                if repr(os.environ[name])[1:-1] in told:
+                if repr(os.environ[name])[1:-1] in text:
                     raise DomainError(
                         f"`{self.key('dataset_loader')}` is {self.section.dataset_loader}: problem {index} holds the "
                         f"value of {name}, and problems are recorded: let the rollout read it from `cfg`"

@@ -27,7 +27,7 @@ MAX_USELESS = 1000
 
 
 class UnusableRow(DomainError):
-    """A row without what a judge needs.
+    """A row that a judge cannot use.
 
     Args:
         reason: the same words for all rows of a kind, such as "the answer is missing".

@@ -84,8 +84,8 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
     sources = [
         file.read_text(encoding="utf-8") for folder in SOURCES for file in sorted((package / folder).rglob("*.py"))
     ]
-    told = [settings | {"shape": asdict(recipe.shape)}, sample_texts(recipe, Random(seed)), seed, versions, sources]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    content = [settings | {"shape": asdict(recipe.shape)}, sample_texts(recipe, Random(seed)), seed, versions, sources]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def sample_texts(recipe: Recipe, rng: Random) -> list[str]:

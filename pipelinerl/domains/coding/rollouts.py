@@ -44,7 +44,7 @@ def load_problems(
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``NAMED``.
-        columns: field → column. By default the first of `QUESTIONS`, and what `published.usable_tests` looks for.
+        columns: field → column. By default the first of `QUESTIONS`, and the tests that `published.usable_tests` finds.
         max_problems: maximum number of rows to read per data set. None: all.
         max_tests: maximum number of tests per problem, the first ones. None: all.
         streaming: read Hugging Face data sets as a stream instead of downloading them.

@@ -64,18 +64,18 @@ def load_problems(
 
 def draw_problems(task: str, settings: dict[str, Any], part: str, wanted: int, seed: int) -> list[dict[str, Any]]:
     settings = {"seed": 0 if part == "test" else seed, "size": 20 * wanted + MAX_MISSES} | settings
-    told = json.dumps(settings, sort_keys=True)
+    encoded = json.dumps(settings, sort_keys=True)
     problems: list[dict[str, Any]] = []
     asked: set[str] = set()
     misses = 0
     for index in range(settings["size"]):
         if len(problems) == wanted or misses == MAX_MISSES:
             break
-        question = entries_of(task, told)[index]["question"]
+        question = entries_of(task, encoded)[index]["question"]
         misses += 1
         if question not in asked and is_held_out(question) == (part == "test"):
             asked.add(question)
-            problems.append({"dataset": part, "task": question, "name": task, "settings": told, "index": index})
+            problems.append({"dataset": part, "task": question, "name": task, "settings": encoded, "index": index})
             misses = 0
     return problems
 

@@ -72,8 +72,8 @@ def load_problems(
             raise DomainError(f"verifiers has no dataset {name!r}: use `train` or `test`")
         block = test_env if name == "test" and test_env else env
         limit = num_test_problems if name == "test" else num_train_problems
-        told = json.dumps(block, sort_keys=True)
-        taskset = make_env(told).taskset
+        encoded = json.dumps(block, sort_keys=True)
+        taskset = make_env(encoded).taskset
         if limit is None and not taskset.bounded:
             raise DomainError(f"the taskset {taskset.config.id!r} has no end: set num_{name}_problems")
         found = 0
@@ -82,7 +82,7 @@ def load_problems(
                 break
             if test_env or is_held_out(task.key) == (name == "test"):
                 data = task.data.model_dump(mode="json")
-                problems.append({"dataset": name, "env": told, "data": data, "success_reward": success_reward})
+                problems.append({"dataset": name, "env": encoded, "data": data, "success_reward": success_reward})
                 found += 1
     return problems
 

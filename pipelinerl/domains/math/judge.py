@@ -77,8 +77,8 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
             ``answer_format``: ``boxed`` accepts only ``\boxed{}``. With ``any`` (default), math-verify searches an
             output without a box.
             ``strict`` (default true): the kind of bracket and the name before an equals sign matter.
-            ``operators`` (default ``refuse``): ``allow`` accepts what the answer leaves to be computed (``\gcd``,
-            ``\sum``, ``40 + 2``) if the reference is a number.
+            ``operators`` (default ``refuse``): ``allow`` computes operations in the answer (``\gcd``, ``\sum``,
+            ``40 + 2``) if the reference is a number.
     """
     answer_format = options.get("answer_format", "any")
     if answer_format not in ("boxed", "any"):

@@ -43,7 +43,7 @@ MAX_CHECKS = 2000
 SLICES_S = (0.003, 0.01, 0.03, 0.1)
 """CPU seconds. 95 % of the answers in the tables of `tests/unit/domains/math_answers` need less than the first.
 
-Each is about three times the one before, so that a check costs at most 2.5 times what it would in one go. Nothing of an
+Each is about three times the one before, so that a check costs at most 2.5 times as much as in one slice. Nothing of an
 interrupted check is kept: a stopped process would hold its memory."""
 
 T = TypeVar("T")

@@ -102,7 +102,7 @@ QUANTIFIER = re.compile(
     r"(?P<integer> is an?y?(?: arbitrary)? integer| an integer)?(?P<taken> in mathbb (?:\{ )?(?P<set>[A-Z])(?: \})?)?"
     r" ?\)?"
 )
-"""What a name behind an answer stands for: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
+"""The domain of a name, behind an answer: ``for all integers n``, ``n is an integer``, ``(n \\in \\mathbb{Z})``."""
 QUANTIFIER_TOKENS = 12
 """Maximum tokens of a quantifier at the end of an answer."""
 OTHER_WORDS = {"dne": "does not exist"}
@@ -160,7 +160,7 @@ LABELS = table(
 )
 """Further words of a label: ``the answer is``."""
 GENERIC = {"unit", "total"}
-"""Nouns that say nothing about what is counted."""
+"""Nouns that do not name the counted thing."""
 SHORT_PLURALS = {"hrs": "hr", "mins": "min", "secs": "s", "lbs": "lb", "yds": "yd", "yrs": "year", "kph": "km/hour"}
 CURRENCIES = (
     "dollar = [dollar] = USD = usd",

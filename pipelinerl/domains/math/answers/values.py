@@ -67,7 +67,7 @@ def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10
         tree: of numbers, symbols and operations.
         at: the value of every free symbol.
         real: an intermediate result that is not real has no value.
-        log_base: what a logarithm without a base means. 0: the natural one.
+        log_base: base of a logarithm without one. 0: the natural logarithm.
         bits: takes the binary exponent of every number on the way.
     Raises:
         NoValueError: the tree has no value at these symbols.
