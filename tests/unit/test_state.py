@@ -75,7 +75,7 @@ def test_server_that_missed_its_probe_is_out_until_it_is_named_again(
     assert state.weights == (3, {"actor_llm_0": 3, "actor_llm_1": 3})
 
 
-def test_what_is_verified_of_a_server_grows_with_its_probes_and_goes_with_the_server(
+def test_verified_version_grows_with_probes_and_goes_with_the_server(
     state: TrainerState, trainer: TopicWriter[TrainerMessage]
 ):
     both = ("actor_llm_0", "actor_llm_1")

@@ -309,7 +309,7 @@ def trained(llm: TrainableLLM, calls: list[LLMCall]) -> Rollout:
 @vllm_is_imported
 @pytest.mark.parametrize("keep", KEEPERS)
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_conversation_is_one_sequence_of_what_was_sampled(name: str, keep: Any) -> None:
+async def test_conversation_is_one_sequence_of_the_sampled_tokens(name: str, keep: Any) -> None:
     family = FAMILIES[name]
     calls, sampler, between, llm = await converse(family, 20, keep)
     assert llm.state.num_forks == 0

@@ -54,7 +54,7 @@ def test_template_that_forgets_earlier_answers_makes_a_sequence_of_every_turn() 
     assert [spoken(renderer, text) for text in texts] == [["yes<|im_end|>"], ["no<|im_end|>"]]
 
 
-def test_template_that_asks_in_another_way_than_it_renders_is_refused() -> None:
+def test_template_whose_prompt_is_no_prefix_of_its_answer_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKS
     with pytest.raises(DomainError, match=says("message 1", "think")):
@@ -77,7 +77,7 @@ TEXT = AnsweredText(token_ids=list(range(10)), answers=[(3, 5), (7, 9)], message
         (0.5, 100, [[1, 10]], [0.5, 0.5, 1, 1, 0.5, 0.5, 1, 1, 0.5]),
     ],
 )
-def test_spans_cover_what_has_a_weight_within_the_limit(
+def test_spans_cover_tokens_with_a_weight_within_the_limit(
     prompt_weight: float, limit: int, spans: list[list[int]], weights: list[float]
 ) -> None:
     spans_R2, weights_K = batch_spans(TEXT, prompt_weight, limit)

@@ -63,7 +63,7 @@ def test_image_is_decoded_and_described() -> None:
     assert describe_image(b"x") == "[image that cannot be decoded]"
 
 
-def test_image_that_is_none_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_or_too_large_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cannot be decoded"):
         open_image(picture(40, 30)[:60])
     monkeypatch.setattr("pipelinerl.chat.images.MAX_PIXELS", 1199)

@@ -152,7 +152,7 @@ def test_seed_changes_train_only():
     assert load_problems(["test"], **params, seed=1) == load_problems(["test"], **params, seed=2)
 
 
-def test_small_space_gives_what_there_is():
+def test_small_space_gives_all_its_problems():
     problems = load_problems(["train", "test"], num_numbers=(2, 2), max_number=2, operators="+", max_target=9)
     assert {(tuple(sorted(p["numbers"])), p["target"]) for p in problems} == {((1, 1), 2), ((1, 2), 3), ((2, 2), 4)}
 

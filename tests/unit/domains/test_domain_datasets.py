@@ -348,7 +348,7 @@ def test_too_deep_json_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.txt", "rows@test", "rows.*", "rows.txt@test"])
-def test_name_that_is_here_and_does_not_look_like_data_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
+def test_local_name_that_is_not_data_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows.txt").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -57,7 +57,7 @@ def test_examples_of_the_page_are_asked_as_they_are(tmp_path: Path, monkeypatch:
     assert found == EXPECTED
 
 
-def test_template_words_the_last_message_and_a_configured_prompt_stands_before_messages_without_one() -> None:
+def test_template_applies_to_the_last_message_and_system_prompt_to_messages_without_one() -> None:
     messages = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
     cfg = OmegaConf.create({"actor": {"system_prompt": "s", "task_template": "<{task}>"}})
     assert conversation(cfg, messages) == [{"role": "system", "content": "s"}, *messages[:2], user("<c>")]
@@ -92,7 +92,7 @@ def test_tests_of_verls_coding_rows(tmp_path: Path) -> None:
         ([{"role": "assistant", "content": "!"}], "no message before the answer"),
     ],
 )
-def test_what_is_no_question_is_refused_by_name(value: Any, said: str) -> None:
+def test_row_without_a_question_is_refused_with_its_column(value: Any, said: str) -> None:
     with pytest.raises(DomainError) as refusal:
         question_of({"prompt": value}, None)
     assert said in str(refusal.value)
@@ -119,7 +119,7 @@ def test_what_is_no_question_is_refused_by_name(value: Any, said: str) -> None:
         ({"list": [1]}, "list.1", "not 'list.1'"),
     ],
 )
-def test_what_is_no_answer_is_refused_by_name(row: dict[str, Any], name: str | None, said: str) -> None:
+def test_row_without_an_answer_is_refused_with_its_column(row: dict[str, Any], name: str | None, said: str) -> None:
     with pytest.raises(DomainError) as refusal:
         answer_of(row, name)
     assert said in str(refusal.value)
@@ -215,6 +215,6 @@ def test_parameter_without_effect_is_refused(tmp_path: Path, load: Any, params: 
     ("answer", "fix"),
     [(["42"], "`answer.0` for the first of a list"), ({"value": 42}, "`answer.value`"), (True, "write it as a text")],
 )
-def test_answer_of_another_kind_is_left_out_with_what_helps(answer: Any, fix: str) -> None:
+def test_answer_of_another_kind_is_left_out_with_the_fix(answer: Any, fix: str) -> None:
     with pytest.raises(UnusableRow, match=re.escape(fix)):
         answer_of({"answer": answer}, None)

@@ -139,7 +139,7 @@ NO_OPINIONS = (
 
 
 @pytest.mark.parametrize("output", NO_OPINIONS)
-def test_what_is_not_one_verdict_of_the_form_is_none(output: str) -> None:
+def test_output_of_another_form_is_no_verdict(output: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 — of msgspec's kind, too
         read_opinion(output, 2)
 
@@ -159,7 +159,7 @@ def test_verdict_may_follow_thoughts() -> None:
         ("reward", "http://a:1/", "http://a:1/classify"),
     ],
 )
-def test_address_is_made_of_what_clients_take(kind: str, url: str, address: str) -> None:
+def test_address_follows_from_the_url_of_openais_clients(kind: str, url: str, address: str) -> None:
     assert address_of(kind, url) == address
 
 
@@ -188,7 +188,7 @@ async def test_same_question_is_asked_once_and_another_answer_again(session: aio
     assert schema["score"]["enum"] == [0, 1, 2, 3, 4]
 
 
-async def test_verdicts_that_are_kept_are_bounded(session: aiohttp.ClientSession, monkeypatch: Any) -> None:
+async def test_number_of_cached_verdicts_is_bounded(session: aiohttp.ClientSession, monkeypatch: Any) -> None:
     monkeypatch.setattr("pipelinerl.domains.judge_client.MAX_KEPT", 2)
     async with Server(lambda number, asked: opinion(1)) as server:
         judge = client(server.url)
@@ -205,7 +205,7 @@ async def test_votes_are_counted_by_mean_or_majority(session: aiohttp.ClientSess
         assert len(server.requests) == 3
 
 
-async def test_what_is_no_verdict_is_a_failure_of_the_judge_and_is_not_kept(session: aiohttp.ClientSession) -> None:
+async def test_answer_without_a_verdict_raises_and_is_not_cached(session: aiohttp.ClientSession) -> None:
     async with Server(lambda number, asked: "I like it." if number < 3 else opinion(1)) as server:
         judge = client(server.url)
         with pytest.raises(VerifierError, match=says("helpful", "no verdict", "I like it.")):
@@ -214,7 +214,7 @@ async def test_what_is_no_verdict_is_a_failure_of_the_judge_and_is_not_kept(sess
     assert len(server.requests) == 3
 
 
-async def test_server_without_schemas_is_asked_without_from_then_on(session: aiohttp.ClientSession) -> None:
+async def test_server_that_refused_a_schema_gets_none_again(session: aiohttp.ClientSession) -> None:
     def say(number: int, asked: dict[str, Any]) -> Any:
         return (400, "response_format is not known") if "response_format" in asked else opinion(1)
 
@@ -225,7 +225,7 @@ async def test_server_without_schemas_is_asked_without_from_then_on(session: aio
     assert ["response_format" in asked for _, _, asked in server.requests] == [True, False, False]
 
 
-async def test_failing_server_is_asked_again_and_a_refusal_is_told(session: aiohttp.ClientSession) -> None:
+async def test_failing_server_is_asked_again_and_a_refusal_raises(session: aiohttp.ClientSession) -> None:
     async with Server(lambda number, asked: (503, "starting") if number < 3 else opinion(1)) as server:
         assert (await client(server.url, patience_s=20).check(session, "Q", "A")).score == 1
     async with Server(lambda number, asked: (422, "too long")) as server:
@@ -238,7 +238,7 @@ async def test_failing_server_is_asked_again_and_a_refusal_is_told(session: aioh
         await client("http://127.0.0.1:9").check(session, "Q", "A")
 
 
-async def test_late_judge_is_a_failure_and_a_bound_holds_requests_back(session: aiohttp.ClientSession) -> None:
+async def test_late_judge_raises_and_concurrency_is_bounded(session: aiohttp.ClientSession) -> None:
     silent = asyncio.Event()
 
     async def wait() -> str:
@@ -284,7 +284,7 @@ async def test_request_that_is_repeated_counts_again(session: aiohttp.ClientSess
     assert judge.num_calls == len(server.requests) == 3
 
 
-async def test_verdict_that_nobody_waits_for_any_more_is_given_up(session: aiohttp.ClientSession) -> None:
+async def test_request_is_cancelled_with_its_last_waiting_caller(session: aiohttp.ClientSession) -> None:
     """With its place among the requests at a time. Whoever still waits gets it, and who asks later asks anew."""
     began, given_up, said = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -369,7 +369,7 @@ async def test_judged_domain_reports_every_judge_and_weighs_them(tmp_path: Any, 
             judge_of(OmegaConf.create(cfg), "wit")
 
 
-async def test_judge_that_fails_ends_what_the_others_are_asked(session: aiohttp.ClientSession) -> None:
+async def test_failing_judge_cancels_the_requests_of_the_others(session: aiohttp.ClientSession) -> None:
     """Each judge is asked for two votes. The first vote of one fails when the other three are under way."""
     asked, given_up = asyncio.Semaphore(0), asyncio.Semaphore(0)
 

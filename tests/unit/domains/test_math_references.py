@@ -99,7 +99,7 @@ def test_text_that_is_no_value_is_no_reference(text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("gold", [None, math.nan, " "])
-def test_judge_of_a_missing_reference_rewards_nobody(gold: Any) -> None:
+def test_missing_reference_never_rewards(gold: Any) -> None:
     for answer in (r"\boxed{NaN}", r"\boxed{nan}", r"\boxed{None}", r"\boxed{}", ""):
         assert judge(answer, gold, {}).status == "error"
 

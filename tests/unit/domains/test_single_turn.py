@@ -61,6 +61,6 @@ async def test_discount_is_taken_per_sampled_token():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_judge_that_could_not_do_its_work_gives_no_reward(asynchronous):
+async def test_judge_with_an_error_gives_no_reward(asynchronous):
     with pytest.raises(VerifierError, match="out of order"):
         await rollout(Verdict(status="error", detail="out of order"), asynchronous=asynchronous)
