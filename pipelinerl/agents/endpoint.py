@@ -32,6 +32,7 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_BODY_BYTES = 16 * 2**20
 """Longest request: a text of millions of tokens, or some ten photographs."""
+WRONG_KEY = "wrong api key: use the api_key of this rollout"
 TOO_LARGE = f"the request has more than {MAX_BODY_BYTES} bytes: send fewer or smaller images"
 
 
@@ -153,7 +154,7 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
             return web.json_response(dialect.error(status, str(message)), status=status, headers=headers)
 
         if not _authorised(request, agent.api_key):
-            return refuse(401, "wrong api key: use the api_key of this rollout")
+            return refuse(401, WRONG_KEY)
         try:
             body = json.loads(await request.read())
             asked = dialect.read(body)
@@ -186,7 +187,7 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
 def _counter(agent: RecordedAgent, dialect: CountingDialect) -> Any:
     async def handle(request: web.Request) -> web.Response:
         if not _authorised(request, agent.api_key):
-            return web.json_response(dialect.error(401, "wrong api key: use the api_key of this rollout"), status=401)
+            return web.json_response(dialect.error(401, WRONG_KEY), status=401)
         try:
             count = agent.count_tokens(dialect.read_count(json.loads(await request.read())))
         except (ValueError, TypeError, RecursionError, TemplateError, ServerError) as error:
@@ -201,7 +202,7 @@ def _counter(agent: RecordedAgent, dialect: CountingDialect) -> Any:
 def _models(agent: RecordedAgent, dialect: ChatCompletions) -> Any:
     async def handle(request: web.Request) -> web.Response:
         if not _authorised(request, agent.api_key):
-            return web.json_response(dialect.error(401, "wrong api key: use the api_key of this rollout"), status=401)
+            return web.json_response(dialect.error(401, WRONG_KEY), status=401)
         model = {"id": agent.model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return web.json_response({"object": "list", "data": [model]})
 
