@@ -137,7 +137,7 @@ async def test_tool_that_answers_with_the_secret_or_prints_it_reaches_neither_po
 
 
 @pytest.mark.parametrize(("chars", "page", "listed"), [(0, 1, 100), (2**18, 1, 3), (2**18, 50, 3), (2**21, 1, 0)])
-async def test_list_of_tools_without_end_is_cut_and_said_once(
+async def test_endless_list_of_tools_is_cut_and_warned_about_once(
     chars: int, page: int, listed: int, caplog: pytest.LogCaptureFixture
 ):
     names = itertools.count()

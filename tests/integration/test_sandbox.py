@@ -368,7 +368,7 @@ async def test_folders_deeper_than_a_path_are_judged(sandbox):
     ],
     ids=["memfd", "shared segment", "message queue"],
 )
-async def test_memory_that_no_limit_counts_is_not_to_be_had(sandbox, code):
+async def test_memory_outside_all_limits_is_denied(sandbox, code):
     outcome = await run(sandbox, code)
     assert (outcome.ended, outcome.exit_code) == ("exited", 1)
 
@@ -458,7 +458,7 @@ async def test_cancelled_program_leaves_no_process(sandbox):
 
 
 @pytest.mark.parametrize("mode", ["bwrap", "landlock", "none"])
-def test_mode_that_does_not_hold_the_promise_is_refused(mode):
+def test_mode_without_isolation_is_refused(mode):
     with pytest.raises(ValueError, match="'root' or 'user'"):
         Sandbox(mode=mode)
 
