@@ -9,7 +9,6 @@ Attempts of 20 turns get answers from a stand-in that takes no time, and record 
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks.provenance import machine
 from pipelinerl.actor.answer_journal import AnswerJournal, AttemptTransport
 from pipelinerl.actor.router import Client, GroupRoute, RequestLimits
 from pipelinerl.actor.servers import ServerLoads
@@ -93,7 +93,7 @@ def main() -> None:
     for row in rows:
         print(row)
     if args.json:
-        args.json.write_text(json.dumps({"machine": platform.machine(), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ a test compares). Groups of eight, every attempt a request of its own.
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,9 +22,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
-from preprocess import through_bytes
 
 from benchmarks import client
+from benchmarks.preprocess import through_bytes
+from benchmarks.provenance import machine
 from benchmarks.synthetic_groups import group_of, make_sequence
 from pipelinerl.actor.messages import FromWorker, RolloutDone
 from pipelinerl.preprocess.collate import Collation
@@ -124,7 +123,7 @@ def main() -> None:
         costs[str(length)] = {name: round(value, 3) for name, value in row.items()}
         print(length, costs[str(length)])
     document: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "cpu_ms_per_rollout": costs,
     }
     if args.json:

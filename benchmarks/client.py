@@ -19,8 +19,6 @@ import contextlib
 import gc
 import json
 import multiprocessing
-import os
-import platform
 import time
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
@@ -32,6 +30,7 @@ import uvloop
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from benchmarks.provenance import machine
 from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
@@ -217,7 +216,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000, 4000, 32_000])
     args = parser.parse_args()
     results: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "attempts": ATTEMPTS,
     }
     with served() as url:

@@ -10,7 +10,6 @@ the break-even rate, delta mode is the faster.
 import argparse
 import hashlib
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.provenance import machine
 from pipelinerl.weights.transfer.delta import apply_delta, encode_delta
 
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
@@ -86,8 +86,7 @@ def main() -> None:
         figures = [row["dense_mb"], row["sent_mb"], row["ratio"], *(row[name] for name in times)]
         print(f"{row['learning_rate']:13.0e}" + "".join(f"{figure:13.1f}" for figure in figures))
     if args.json:
-        machine = platform.processor() or platform.machine()
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is no bottleneck. The prediction is that of docs/algorithms.md §11; its latency
 import argparse
 import json
 import os
-import platform
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.provenance import machine
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.protocol import Address
@@ -199,8 +199,8 @@ def measure(args: argparse.Namespace) -> None:
     striped = striped_row(args.striped, num_bytes, rate, args.ranks, hop_s)
     print(striped, flush=True)
     if args.json:
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        document = machine | {"model_mb": args.mb, "rate_mb_per_s": args.rate_mb, "bytes": rows, "times": timed}
+        document = {"machine": machine(), "cores": os.cpu_count()}
+        document |= {"model_mb": args.mb, "rate_mb_per_s": args.rate_mb, "bytes": rows, "times": timed}
         document |= {"stripes": striped}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -9,7 +9,6 @@ model's warm-up comes from the cache where there is one (`PIPELINERL_CACHE`).
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.provenance import commit, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = (
@@ -52,15 +53,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", help="key=value, as for the launcher")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     runs: list[dict[str, Any]] = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             runs.append(one_run(Path(folder) / "run", seed, args.overrides))
         gains = [run["success_after"] - run["success_before"] for run in runs]
         document = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "commit": commit.stdout.strip(),
+            "machine": machine(),
+            "commit": commit(),
             "overrides": args.overrides,
             "gain_mean": round(statistics.mean(gains), 3),
             "runs": runs,

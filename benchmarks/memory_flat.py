@@ -11,8 +11,6 @@ at the end say what is bounded and what grows.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
+from benchmarks.provenance import machine
 from pipelinerl.config.load import compose, load_run
 from pipelinerl.records import (
     MicroBatch,
@@ -161,7 +160,7 @@ async def measure(updates: int, limit_s: float) -> dict[str, Any]:
         wall_s = time.monotonic() - started
         sizes = folder_kb(run_dir)
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "updates": updates,
         "rollouts": updates * BATCH,
         "wall_s": round(wall_s, 1),

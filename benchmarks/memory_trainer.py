@@ -7,8 +7,6 @@ checkpoints. Resident memory is read after every step; `growth` as in `memory_fl
 """
 
 import argparse
-import os
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.memory_flat import folder_kb, growth, write_results
+from benchmarks.provenance import machine
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
@@ -68,7 +67,7 @@ def measure(updates: int) -> dict[str, Any]:
         Trainer(trainer_context(run_dir, parse(cfg)), lambda _: sender).run()
         wall_s, sizes = time.monotonic() - started, folder_kb(run_dir)
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "updates": updates,
         "wall_s": round(wall_s, 1),
         "growth": {"trainer": growth(sender.curve, "trainer", updates)},

@@ -8,7 +8,6 @@ medians. `mask_mb` is what the dense mask alone occupies.
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.provenance import machine
 from pipelinerl.finetune.attention import announce, packed_attention
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = [measure(tokens, documents, args.rounds) for tokens, documents in PACKS.items()]
-    report = {"machine": platform.platform(), "torch": torch.__version__, "results": results}
+    report = {"machine": machine(), "torch": torch.__version__, "results": results}
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

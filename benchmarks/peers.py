@@ -16,7 +16,6 @@ are kept every `--every` steps, and held-out success is computed from them after
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers_task import held_out_success, load_task
+from benchmarks.provenance import commit, machine
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.report import last_per_step, read_records
 from pipelinerl.observability.metrics import read_metrics
@@ -140,10 +140,9 @@ def main() -> None:
         name: [run["trl"][name] / run["ours"][name] for run in runs if run["trl"][name] and run["ours"][name]]
         for name in ("step_s", "training_s", "to_success_s")
     }
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "commit": commit.stdout.strip(),
+        "machine": machine(),
+        "commit": commit(),
         "trl": version("trl"),
         "task": args.task,
         "steps": args.steps,

@@ -12,8 +12,6 @@ sequence computed by the version that sampled the token; `kl_nats` the mean of t
 import argparse
 import asyncio
 import json
-import os
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ import httpx
 import numpy as np
 import torch
 
+from benchmarks.provenance import machine
 from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.streams.codec import Codec
 from tests.integration.conftest import build_model, running_server
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["version", "conversation", "off"])
     args = parser.parse_args()
     document: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "turns": TURNS,
         "rollouts": GROUPS * ATTEMPTS,
         "step": STEP,

@@ -10,11 +10,11 @@ core and CPU seconds are counted. `from: bytes` adds decoding the groups and enc
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
 
+from benchmarks.provenance import machine
 from benchmarks.synthetic_groups import make_groups
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.collate import Collation, collate
@@ -106,7 +106,7 @@ def main() -> None:
                 )
                 print(json.dumps(results[-1]))
     if args.json:
-        document = {"machine": platform.processor() or platform.machine(), "core": core, "results": results}
+        document = {"machine": machine(), "core": core, "results": results}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

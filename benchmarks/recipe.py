@@ -7,8 +7,6 @@ It writes `result.json` and `curve.png`. ``--figures`` names a function of a rec
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -18,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.sizes import commit
+from benchmarks.provenance import commit, machine
 from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.report import last_per_step, read_records, read_summary
 from pipelinerl.inspect.samples import SeenRollout, read_tests
@@ -141,11 +139,6 @@ def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     panels[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def machine() -> str:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
 
 
 def main() -> int:

@@ -10,8 +10,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.provenance import machine
 from pipelinerl.preprocess.reference import ReferenceScorer
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import TrainingSequence
@@ -90,8 +89,7 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     process.start()
     server = Job(name="preprocessor_llm_0", kind="preprocessor_llm", url=ours.recv())
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    results: dict[str, Any] = {"machine": machine}
+    results: dict[str, Any] = {"machine": machine()}
     for length in (1000, 4000, 8000, 32_000):
         results[str(length)] = measure(server, length, args.tokens)
         print(length, results[str(length)])

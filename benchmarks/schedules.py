@@ -31,7 +31,6 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import shutil
 import statistics
 import tempfile
@@ -44,6 +43,7 @@ import msgspec
 
 from benchmarks import schedules_runs as runs
 from benchmarks import schedules_task as task
+from benchmarks.provenance import machine
 from pipelinerl.plan.speed import measured_rates
 from pipelinerl.plan.throughput import PipelinePlan, Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job, WorldMap
@@ -484,7 +484,7 @@ def main() -> None:
 
     def save() -> None:
         if args.json:
-            described = {"benchmark": "schedules", "machine": f"{platform.machine()}, 2 cores", "target": args.target}
+            described = {"benchmark": "schedules", "machine": machine(), "target": args.target}
             tables = {"summary": summarise(data, args.target), "ratio_summary": summarise_ratios(data)}
             args.json.write_text(json.dumps({**described, **tables, **data}, indent=1) + "\n")
 

@@ -8,7 +8,6 @@ Cases of an earlier record that are not run again stay in it, with the commit at
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -16,16 +15,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+from benchmarks.provenance import ROOT, commit, machine
 
 
 def run(marks: str, expression: str) -> dict[str, Any]:
     """Result of every case by its name."""
+    tested = commit()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "tests/sizes", "-m", marks, f"--junitxml={report}"]
@@ -37,7 +32,7 @@ def run(marks: str, expression: str) -> dict[str, Any]:
                     (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
                 ),
                 "seconds": round(float(case.get("time", 0)), 1),
-                "commit": commit(),
+                "commit": tested,
                 "load": round(os.getloadavg()[0], 1),
             }
             for case in cases
@@ -54,7 +49,7 @@ def main() -> int:
     if args.json:
         known = json.loads(args.json.read_text())["cases"] if args.json.exists() else {}
         document = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "machine": machine(),
             "cases": dict(sorted((known | cases).items())),
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -14,10 +14,8 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -28,6 +26,7 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks.provenance import commit, machine
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.delivery import Pushing
@@ -203,11 +202,6 @@ def row_of(case: Case, running: Sequence[ReceiverProcess], rate: float, updates:
     }
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -224,7 +218,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rate, rows = args.rate_mb * MIB, list[dict]()
     document: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(),
         "cores": os.cpu_count(),
         "commit": commit(),
     }

@@ -12,7 +12,6 @@ of the same round, and for each number of servers in relation to one server.
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.provenance import machine
 from benchmarks.receivers import SECRET, Uplink, forkserver, receivers
 from benchmarks.weight_update import SIZES, build_model, decode_step_ms, load, pushed, server, write_run
 from pipelinerl.world import Job
@@ -117,9 +117,8 @@ def main() -> None:
         print(row)
     if args.json:
         sizes = {"size": args.size, "rounds": args.rounds, "updates": args.updates, "rate_mb_per_s": args.rate_mb}
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        machine["load_average_15_min"] = os.getloadavg()[2]
-        args.json.write_text(json.dumps(machine | sizes | measured, indent=2) + "\n")
+        described = {"machine": machine(), "cores": os.cpu_count(), "load_average_15_min": os.getloadavg()[2]}
+        args.json.write_text(json.dumps(described | sizes | measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

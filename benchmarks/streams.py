@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import secrets
 import socket
@@ -33,6 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.provenance import machine
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MicroBatch, Rollout, RolloutGroup, TrainingSequence, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader, open_writer, set_streams_backend
@@ -299,7 +299,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         results = run(Path(folder), args)
     document = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {"cpu": machine(), "cores": os.cpu_count()},
         "load": [round(load, 2) for load in os.getloadavg()],
         "settings": {"count": args.count, "rounds": args.rounds, "latency_samples": args.latency_samples},
         "bars": compare(results),

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ import uvloop
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import client
+from benchmarks.provenance import machine
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy
@@ -126,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+        found: dict[str, Any] = {"machine": machine()}
         found["span"] = measure_span(folder)
         with client.served() as url:
             found["worker"] = {

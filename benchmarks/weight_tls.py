@@ -8,7 +8,6 @@ Receivers are processes without a model, over loopback, so that nothing but the 
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 import torch
 
 from benchmarks.fan_out import MIB, push
+from benchmarks.provenance import machine
 from benchmarks.receivers import SECRET, ReceiverProcess, forkserver, receivers
 from pipelinerl.config.environment import CA_VARIABLE, SECRET_VARIABLE
 from pipelinerl.world.tls import made_authority
@@ -67,8 +67,8 @@ def main() -> None:
         rows.append(measure(servers, args.mb * MIB, args.rounds))
         print(rows[-1], flush=True)
     if args.json:
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        args.json.write_text(json.dumps(machine | {"model_mb": args.mb, "updates": rows}, indent=2) + "\n")
+        described = {"machine": machine(), "cores": os.cpu_count()}
+        args.json.write_text(json.dumps(described | {"model_mb": args.mb, "updates": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import secrets
 import signal
 import socket
@@ -34,6 +33,7 @@ import msgspec
 import torch
 from omegaconf import OmegaConf
 
+from benchmarks.provenance import machine
 from pipelinerl.config.load import compose, load_run
 from pipelinerl.launcher.commands import role_environment
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
@@ -343,8 +343,8 @@ def main() -> None:
             rows.append(measure(name, args.updates))
             print_row(rows[-1])
     if args.json:
-        machine = torch.cuda.get_device_name() if args.accelerator == "cuda" else platform.processor()
-        document = {"machine": machine or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+        device = torch.cuda.get_device_name() if args.accelerator == "cuda" else machine()
+        document = {"machine": device, "cores": os.cpu_count(), "rows": rows}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import commit
 from pipelinerl.tiny_model import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,8 +152,7 @@ def main() -> None:
                 code = train(case, folder, run_dir, args.steps, args.seed)
                 result |= {"exit": code, "wall_s": round(time.monotonic() - began), "steps": args.steps}
             before[name] = result | diagnose(run_dir, case)
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-            document = {"benchmark": "why", "commit": commit.stdout.strip(), "summary": summary(before)}
+            document = {"benchmark": "why", "commit": commit(), "summary": summary(before)}
             args.json.write_text(json.dumps(document | {"cases": before}, indent=2) + "\n")
             print(f"{name}: {json.dumps(before[name])}", flush=True)
         print(json.dumps(summary(before)))

@@ -5,22 +5,13 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.provenance import commit
+
 RESULTS = Path(__file__).with_name("slow_results.json")
-
-
-def tested_commit(root: Path) -> str:
-    """Hash of the commit, with ``+`` if the tree holds other changes than results."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!*.json")
-    return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed.strip() else "")
 
 
 class SlowResults:
@@ -58,4 +49,4 @@ class SlowResults:
 def pytest_configure(config: pytest.Config) -> None:
     """Only the session that the user started writes: the workers of xdist report to it."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SlowResults(RESULTS, tested_commit(config.rootpath)))
+        config.pluginmanager.register(SlowResults(RESULTS, commit(config.rootpath)))

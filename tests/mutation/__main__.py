@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import commit
 from tests.mutation.modules import MODULES, RESULTS, Module, complaints, read_modules
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.slow_results import tested_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "results", "site", "__pycache__", ".*_cache", ".hypothesis")
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: not in {MODULES.name}")
     chosen = [module for module in modules if not options.modules or module.name in options.modules]
     with tempfile.TemporaryDirectory() as folder:
-        commit = tested_commit(ROOT)
+        tested = commit(ROOT)
         servers = [Server(Path(folder) / str(i)) for i in range(options.jobs)]
         for module in chosen:
-            result = run_module(module, servers, commit)
+            result = run_module(module, servers, tested)
             counts = ", ".join(f"{result[name]} {name}" for name in ("mutants", "killed", "explained", "seconds"))
             print(f"{module.name}: {counts}", *result["unexplained"], sep="\n    ", flush=True)
             known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
