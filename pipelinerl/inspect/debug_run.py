@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.config.paths import DEBUG_RUN_FILE
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.drops import read_drops
 from pipelinerl.inspect.report import (
     RolloutTotals,
     answer_line,
@@ -75,7 +76,6 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
             equal += max(earned, default=0.0) == min(earned, default=0.0)
             successes += [r.metrics["success"] for r in record.rollouts if "success" in r.metrics]
     points = read_metrics(run_dir, "actor")
-    failures = ActorMetric.FAILURES.found(points[-1]) if points else {}
     sampled = sum(tokens * count for tokens, count in totals.lengths.items())
     made, seconds = latest(points, ActorMetric.ROLLOUTS), latest(points, ActorMetric.GENERATING_S)
     return {
@@ -88,7 +88,7 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
         "tokens_per_useful_group": round(sampled / (groups - equal)) if groups > equal else None,
         "answer_tokens": {"median": percentile(totals.lengths, 50), "p99": percentile(totals.lengths, 99)},
         "dropped": dict(dropped),
-        "failures": {reason: int(count) for reason, count in failures.items() if count},
+        "failures": dict(read_drops(run_dir, replicas).attempts),
     }
 
 

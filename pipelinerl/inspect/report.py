@@ -1,6 +1,7 @@
 """Summarises a run from its own records. A figure without a record is None, never 0."""
 
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -332,16 +333,20 @@ def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float)
     return summary
 
 
-def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> Point | None:
-    """Return the newest point of a kind of role from the last `tail_bytes` of its file. None if there is none."""
-    path = metrics_file(run_dir, kind)
+def read_metrics_tail(run_dir: Path, kind: str) -> Point | None:
+    """Return the newest whole point of a kind of role, from the end of its file. None if there is none."""
     try:
-        with open(path, "rb") as stream:
-            stream.seek(max(0, path.stat().st_size - tail_bytes))
-            lines = stream.read().splitlines()
+        with open(metrics_file(run_dir, kind), "rb") as stream:
+            size, tail = stream.seek(0, os.SEEK_END), 0
+            while tail < size:
+                # A point of many domains and their metrics is longer than the first tail.
+                tail = min(size, 4 * tail or 8192)
+                stream.seek(size - tail)
+                if points := points_of(stream.read(tail).split(b"\n")):
+                    return points[-1]
     except OSError:
-        return None
-    return next(iter(points_of(lines[-1:])), None)
+        pass
+    return None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from pipelinerl.errors import ConfigError, PipelineRLError, visible
 from pipelinerl.inspect import ledger
 from pipelinerl.inspect.balance import balance_figures, balance_line
 from pipelinerl.inspect.debug_run import read_debug_run
-from pipelinerl.inspect.drops import HEADER, drops_table
+from pipelinerl.inspect.drops import HEADER, drops_table, read_drops
 from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
 from pipelinerl.inspect.reading import look_into, process_environment
 from pipelinerl.inspect.report import (
@@ -263,7 +263,7 @@ def screen(run_dir: Path) -> list[str]:
         *members,
         *blocked_loop_lines(metrics, statuses),
     ]
-    if drops := drops_table(run_dir, cfg.world.replicas):
+    if drops := drops_table(read_drops(run_dir, cfg.world.replicas)):
         lines += ["", *table(HEADER, drops)]
     if (balance := balance_figures(run_dir, cfg)) is not None:
         lines.append(f"balance   {balance_line(balance)}")

@@ -15,7 +15,7 @@ from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_of
 from pipelinerl.inspect.curves import wilson
-from pipelinerl.inspect.drops import HEADER, drops_table
+from pipelinerl.inspect.drops import HEADER, drops_table, read_drops
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.page.classes import by_difficulty
 from pipelinerl.inspect.report import RunRecords, imitation_of, last_per_step, number, read_summary, summarise
@@ -112,7 +112,7 @@ def run_data(source: RunSource, ending: RunEnding | None = None) -> dict[str, An
             if done.num_rollouts
         ],
         "survivorship": survivorship(source.preprocessor),
-        "drops": [HEADER, *drops_table(source.run_dir, source.cfg.world.replicas)],
+        "drops": [HEADER, *drops_table(read_drops(source.run_dir, source.cfg.world.replicas))],
         "time": time_by_role(source),
         "changed": changed_keys(source.cfg),
         "config": flat(source.cfg.model_dump()),

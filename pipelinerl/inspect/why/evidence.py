@@ -17,13 +17,13 @@ from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.balance import Divisions, read_splits
 from pipelinerl.inspect.decode import BROKEN, TokenText, load_token_text, problem_fields
+from pipelinerl.inspect.drops import read_drops
 from pipelinerl.inspect.progress import blocked_places
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.report import RunRecords, read_records
 from pipelinerl.inspect.samples import PER_STEP, Candidates, SeenRollout, read_tests, read_training
 from pipelinerl.inspect.series import Series
 from pipelinerl.observability.archive import chosen
-from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.observability.metrics import Points, read_metrics
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.records import EvaluationDone, TrainerMessage, TrainingSequence
@@ -105,9 +105,9 @@ class Evidence:
     answers: Sequence[Attempt] = ()
     """All on record, in the same order: what they said and earned, and nothing else of them."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Reason → groups that the actor gave up."""
+    """Reason → groups that the actors gave up."""
     groups: int = 0
-    """Groups that the actor published."""
+    """Groups that the actors published."""
     drifts: Sequence[Drift] = ()
     """Between the evaluated versions, in order."""
 
@@ -171,14 +171,14 @@ def read_evidence(run_dir: Path) -> Evidence:
     except ConfigError:
         text = None
     ends, longest = end_tokens(run_dir, source.cfg.model_path), max_model_len(source.cfg)
-    newest = source.actor[-1] if source.actor else {}
+    drops = read_drops(run_dir, source.cfg.world.replicas)
     return replace(
         evidence_of(source),
         unreadable_share=None if text is None else unreadable_share(candidates.in_turn(), text),
         attempts=[attempt_of(seen, text, ends, longest) for _, own in sorted(by_step.items()) for seen in _few(own)],
         answers=[answer_of(seen) for _, own in sorted(by_step.items()) for seen in own],
-        dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
-        groups=int(newest.get(ActorMetric.GROUPS) or 0),
+        dropped=drops.groups,
+        groups=drops.published_groups,
         drifts=drifts,
     )
 

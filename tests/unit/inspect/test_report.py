@@ -140,6 +140,17 @@ def test_percentile_of_counts(percent: float, expected: int) -> None:
     assert report.percentile(Counter({9: 1, 2: 2, 5: 1}), percent) == expected
 
 
+@pytest.mark.parametrize("length", [10, 8_150, 20_000, 200_000])
+def test_newest_point_is_read_whatever_its_length_and_a_cut_one_is_left_out(tmp_path: Path, length: int) -> None:
+    (tmp_path / "metrics").mkdir()
+    file = tmp_path / "metrics" / "actor.jsonl"
+    assert report.read_metrics_tail(tmp_path, "actor") is None
+    file.write_text('{"step": 1}\n' + json.dumps({"step": 2, "reward": "x" * length}) + '\n{"step": 3, "rew')
+    point = report.read_metrics_tail(tmp_path, "actor")
+    assert point is not None
+    assert point["step"] == 2
+
+
 def test_draw_learning_curve_writes_a_picture(records: report.RunRecords, tmp_path: Path) -> None:
     report.draw_learning_curve(tmp_path / "curve.png", records)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

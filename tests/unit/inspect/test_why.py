@@ -85,6 +85,16 @@ def test_a_good_run_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert capsys.readouterr().out.startswith("nothing looks wrong")
 
 
+def test_groups_that_any_actor_gave_up_count(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    set_streams_backend("files")
+    run = make_run(tmp_path / "run", Story(steps=N, overrides=("world.replicas=2",)))
+    point = {"step": N, "time": 0.0, "groups": 20, "groups_dropped/verifier": 1000}
+    (run / "metrics" / "actor_1.jsonl").write_text(json.dumps(point) + "\n", encoding="utf-8")
+    assert main([str(run), "--json"]) == 1
+    first, *_ = json.loads(capsys.readouterr().out)
+    assert first["title"] == "judge down"
+
+
 def test_causes_have_their_evidence_a_command_and_a_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The reward is −1 whatever becomes of a problem, and the servers hold other weights than they say."""
     set_streams_backend("files")
