@@ -80,7 +80,7 @@ def examine_config(
         divides_experts: whether ranks divide the experts of a layer.
 
     Raises:
-        ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
+        ConfigError: the trainer's numbers would differ from the model's. The message names what would work.
     """
     register_attention(PACKED, packed_attention)
     config = copy.deepcopy(config)
@@ -146,7 +146,7 @@ class Comparison:
             names: implementations of attention in transformers.
             packing: whether documents are packed, or laid out one per row.
             sharing: whether ranks share each pack. They need the implementation in ``names``.
-            shorter: compares documents of at most so many tokens of the run. A refusal names the length that is exact.
+            shorter: compares documents of at most this many tokens of the run. A refusal names the exact length.
         Raises:
             ConfigError: none of them does.
         """
@@ -214,13 +214,13 @@ class Comparison:
                 "its layers are computed in another way; use a model with such a head"
             )
         if sharing:
-            cure = "finetune.seq_parallel=1"
+            fix = "finetune.seq_parallel=1"
         elif any(is_exact(self.packed_error(name) if packing else self.rows_error(name)) for name in CANDIDATES):
-            cure = "finetune.attn_implementation=auto"
+            fix = "finetune.attn_implementation=auto"
         else:
-            cure = "finetune.seq_packing=false, which trains one document per row and is exact"
+            fix = "finetune.seq_packing=false, which trains one document per row and is exact"
         layout = "packed documents" if packing else "one document per row"
-        return f"model_path: {self.name} is not computed right with {layout} ({tried}); set {cure}"
+        return f"model_path: {self.name} is not computed right with {layout} ({tried}); set {fix}"
 
     def _exact_up_to(self, shorter: "Callable[[int], Comparison]", packing: bool) -> Threshold | None:
         """The largest threshold up to whose value documents are exact. None: not even the shortest are."""

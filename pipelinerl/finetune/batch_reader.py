@@ -75,7 +75,7 @@ class BatchReader:
         return step % len(self._readers)
 
     def resume_offsets(self) -> dict[str, int]:
-        """Next offset of each reader after the steps that were taken, from which a resumed trainer reads."""
+        """Next offset of each reader after the steps read so far, from which a resumed trainer reads."""
         return dict(self._resume_offsets)
 
     def commit(self, offsets: dict[str, int]) -> None:

@@ -57,7 +57,7 @@ class StepSums(NamedTuple):
 
 
 class StepMaxima(NamedTuple):
-    """Of what the largest value is kept."""
+    """Per-step maxima."""
 
     max_abs_log_ratio: Tensor
     max_abs_log_ratio_fresh: Tensor

@@ -255,7 +255,7 @@ def read_value_head(policy: Policy, folder: Path) -> None:
     try:
         saved = load_file(found) if found.name == VALUE_FILE else torch.load(found, weights_only=True)
         head.load_state_dict({name.removeprefix("output."): tensor for name, tensor in saved.items()})
-    except Exception as error:  # whatever a damaged file raises
+    except Exception as error:  # a damaged file may raise anything
         raise ConfigError(f"{found} is not a value head of this model: {' '.join(str(error).split())}") from error
     log.info("event=value_head_read file=%s", found)
 

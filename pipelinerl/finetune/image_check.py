@@ -23,7 +23,7 @@ from pipelinerl.records import MicroBatch
 SIZES = ((56, 84), (112, 56))
 """Width and height of the two images in pixels."""
 KINDS = ("mm_token_type_ids", "token_type_ids")
-"""Arguments by which models of transformers are told which tokens show images."""
+"""Arguments that mark the tokens of images for models of transformers."""
 SCORED = 5
 """Tokens at the end of each document that are compared."""
 

@@ -1,6 +1,6 @@
 """Images in the trainer: encoded files become the inputs of the vision tower, its features take the places of tokens.
 
-The places are those of the server's images, because a model can sample the placeholder's id too. An image goes through
+The places are those of the server's images, because a model can also sample the placeholder's id. An image goes through
 the vision tower once, however many documents of a micro-batch show it.
 
 Shapes: B × L the layout's grid, T tokens of a micro-batch, F tokens that show a piece of an image, D features.

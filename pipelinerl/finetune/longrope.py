@@ -1,4 +1,4 @@
-"""Gives the trainer the factors of `longrope` (arXiv:2402.13753) that vLLM takes, whatever documents share a pack.
+"""Gives the trainer the factors of `longrope` (arXiv:2402.13753) that vLLM uses, for any documents that share a pack.
 
 transformers chooses the short or the long factors by the longest document of a forward pass, vLLM once, by
 `max_model_len`. So both lists of the configuration become those of vLLM. Exported models get the file's lists back.

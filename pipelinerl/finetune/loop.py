@@ -174,7 +174,7 @@ class Trainer:
         while True:
             poll_s = DEFERRED_POLL_S if self.updates.deferred else POLL_S
             records = self.feed.next_step(step, poll_s, self._last_needed(step))
-            is_over = records is None and self.cfg.debug.mode is not None  # recorded data, of which no more will come
+            is_over = records is None and self.cfg.debug.mode is not None  # recorded data, all of it read
             # The ranks agree whether to train, stop or send weights.
             agreed = self.engine.lowest(
                 STOP if self.ctx.stop.is_set() or is_over else WAIT if records is None else TRAIN
@@ -270,7 +270,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
 
 
 def server_reports(watch: MembershipWatch) -> dict[str, WeightInfo]:
-    """What servers say in their leases about their weights, by name."""
+    """Weights of each server by its name, from the leases."""
     return {
         name: WeightInfo(weight_version=lease.version, serving=lease.fetched[0], reading=lease.fetched[1])
         for name, lease in watch.observed.alive().items()

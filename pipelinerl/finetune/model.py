@@ -41,7 +41,7 @@ from pipelinerl.finetune.router_replay import RouterReplay
 log = logging.getLogger(__name__)
 
 LM_PREFIX = "lm."
-"""Of the language model's parameters in the policy."""
+"""Prefix of the language model's parameters in the policy."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -27,7 +27,7 @@ class ScoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch's log π_prox on one rank."""
 
     crc32: int
-    """Of the micro-batch's tokens (`fingerprint`)."""
+    """Digest of the micro-batch's tokens (`fingerprint`)."""
     logprobs: np.ndarray
     """[K] of the rank's trained tokens, in the dtype in which the loss takes them."""
 
@@ -69,7 +69,7 @@ class ProximalPolicy:
 
     @property
     def is_inside_block(self) -> bool:
-        """Whether later steps are to be trained with the present π_prox."""
+        """Whether later steps will be trained with the present π_prox."""
         return bool(self._known)
 
     def last_needed(self, step: int) -> int:

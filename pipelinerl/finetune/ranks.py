@@ -32,7 +32,7 @@ def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, s
 def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs ``argv`` once with each of ``environments``. Returns 0, or the exit code of the rank that failed first.
 
-    Of a rank that a signal killed it is 128 plus the signal's number, and the last line of the log names the rank.
+    128 plus the signal's number if a signal killed the rank, which the last line of the log names.
     """
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     names: dict[int, str] = {}

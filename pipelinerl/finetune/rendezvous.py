@@ -1,8 +1,8 @@
-"""Where the trainer's ranks meet and what they tell each other. What a stranger wrote is not believed or unpickled.
+"""Where the trainer's ranks meet, and what they exchange. Nothing that a stranger wrote is used or unpickled.
 
 One rank alone opens no port, the ranks of one node meet in a file of a private folder, and those of several nodes use
 torch's TCP store on the address of node 0 alone, with an HMAC by the run's secret in every value and exchanged object.
-A stranger on the network can still disturb the ranks: Gloo and NCCL know no credentials.
+A stranger on the network can still disturb the ranks: Gloo and NCCL have no credentials.
 """
 
 import hmac

@@ -26,7 +26,7 @@ def speed_metrics(
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense 16-bit operations per second of the GPU that CUDA calls ``name``. None: not known."""
+    """Dense 16-bit operations per second of the GPU that CUDA calls ``name``. None: unknown."""
     return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
 
 

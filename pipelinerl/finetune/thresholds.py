@@ -13,7 +13,7 @@ SMALLEST = 8
 FIRST, STEP = 4, 2
 """The lowered values are 4, 6, 8, … in the order of the values in the configuration."""
 OTHER_LENGTHS = (6, 11, 17)
-"""Documents that are compared whatever the thresholds are."""
+"""Lengths of the documents that are always compared."""
 IDS = ("_token_id", "_token_index", "_token_ids", "vocab_size")
 """Endings of names of settings that are ids of tokens, or their number."""
 

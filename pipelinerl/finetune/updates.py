@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class EvaluationLease:
-    """Follows topic `evaluation` to tell whether the servers' weights may change."""
+    """Follows topic `evaluation` to find out whether the servers' weights may change."""
 
     def __init__(self, poll: Callable[[], Sequence[object]], clock: Callable[[], float] = time.time):
         """``poll`` returns the messages since its last call. ``clock`` returns seconds since 1970."""
@@ -147,7 +147,7 @@ class WeightUpdates:
     ):
         """``origin`` is this rank's end. On rank 0 ``sender`` uses it, on the others ``sender`` and ``lease`` are None.
 
-        ``stop`` tells whether the role was asked to stop.
+        ``stop`` returns whether the role was asked to stop.
         """
         self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
         self._sends_adapter = sends_adapter(cfg)
@@ -164,7 +164,7 @@ class WeightUpdates:
         """Send the servers the weights of ``version``, from which training starts, and wait until they are live.
 
         A new run waits for all ``num_servers``. An evaluation that began before a resume does not hold these weights
-        back, because the version that it wants may be lost.
+        back, because the version that it needs may be lost.
 
         Raises:
             DeadlineError: servers did not answer within `launcher.startup_timeout_s`. Those that have may be slow.
@@ -187,7 +187,7 @@ class WeightUpdates:
         self._send_when_allowed(version, at_start=True)
 
     def _ask_until(self, ask: Callable[[Sender], T | None]) -> T | None:
-        """What rank 0 is told at last, asking again and again. None: the role was asked to stop. Collective.
+        """Retries until rank 0 has an answer. None: the role was asked to stop. Collective.
 
         Ranks meet at each try, because a wait for servers in one collective ends at the time-out of collectives.
         """
@@ -233,7 +233,7 @@ class WeightUpdates:
 
         Args:
             has_data: whether the next step could be trained now. If not, the probe is scored meanwhile (``idle_s``).
-                Scores after which it could are counted in full, because nobody knows when the data came.
+                Scores after which it could are counted in full, because it is unknown when the data came.
         """
         self.idle_s = 0.0
         due = is_push_due(step, push_interval(self._cfg), self._cfg.finetune.max_train_steps)

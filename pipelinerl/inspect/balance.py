@@ -1,7 +1,7 @@
 """Whether generation and training keep up with each other in a run, and the split of devices that balances them.
 
 The trainer waits for data if generation is the narrow side, and `max_lag_steps` keeps slots of the servers empty if
-training is. Nothing is said of a share that is not certainly above `TOLERATED`.
+training is. A share that may lie below `TOLERATED` is not reported.
 """
 
 import math
@@ -46,9 +46,9 @@ class Balance:
     """How much each side waits."""
 
     trainer_waits: Share
-    """Of the trainer's time, waiting for data."""
+    """Share of its time in which the trainer waits for data."""
     slots_held: Share
-    """Of the rollouts that servers could have under way, those that `max_lag_steps` keeps from starting."""
+    """Share of the servers' slots that `max_lag_steps` keeps empty."""
 
     @property
     def narrow(self) -> Literal["generation", "training", "between", None]:
@@ -90,7 +90,7 @@ class Division:
     """A division of the devices, and the keys that set it."""
 
     generating: float
-    """Of all devices or CPU cores, the share that generates."""
+    """Share of the devices or CPU cores that generates."""
     training: float
     overrides: tuple[str, ...] = ()
 
@@ -213,7 +213,7 @@ def advice(balance: Balance, splits: Divisions) -> str:
 
 
 def balance_figures(run_dir: Path, cfg: Config) -> dict[str, Any] | None:
-    """What `summary.json` says. None where there is nothing to measure, or not yet."""
+    """The figures of `summary.json`. None where there is nothing to measure, or not yet."""
     splits = read_splits(run_dir, cfg)
     series = Series(finetune=read_metrics(run_dir, "finetune"), actor=read_metrics(run_dir, "actor"))
     balance = balance_of(series)

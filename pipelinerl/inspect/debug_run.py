@@ -28,7 +28,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.world.disk import replace_file
 
 TOLD = (TrainerMetric.LOSS, TrainerMetric.GRAD_NORM, TrainerMetric.ENTROPY, TrainerMetric.ESS, TrainerMetric.LR)
-"""Of the trainer's last step."""
+"""Metrics of the trainer's last step that are shown."""
 
 
 def read_debug_run(run_dir: Path) -> dict[str, Any] | None:

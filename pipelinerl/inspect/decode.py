@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"
 MAX_NESTING = 50
-"""Of the values of a problem that is shown by its fields."""
+"""Depth of nested values up to which a problem is shown field by field."""
 LONGEST_CHARACTER = 8
 """Number of tokens after which an incomplete character counts as broken."""
 
@@ -163,7 +163,7 @@ class Message:
 def show_images(
     pieces: list[str], places: np.ndarray, sequence: TrainingSequence, images: Sequence[bytes]
 ) -> list[str]:
-    """Replace the texts of each image's tokens: the first one says its size, the others are empty.
+    """Replace the texts of each image's tokens: the first one gets its size, the others are empty.
 
     Args:
         pieces: text of each shown token. Changed, and returned.

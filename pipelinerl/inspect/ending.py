@@ -1,4 +1,4 @@
-"""Why a run ended before its last step: written by its launcher at the end, deleted when the run goes on."""
+"""Why a run ended before its last step: written by its launcher at the end, deleted when the run continues."""
 
 from pathlib import Path
 from typing import Literal
@@ -25,12 +25,12 @@ def write_ending(run_dir: Path, ending: RunEnding) -> None:
 
 
 def clear_ending(run_dir: Path) -> None:
-    """Forget the ending, because the run goes on."""
+    """Delete the ending, because the run continues."""
     (run_dir / ENDING_FILE).unlink(missing_ok=True)
 
 
 def read_ending(run_dir: Path) -> RunEnding | None:
-    """Return how the run ended. None: it goes on, is finished, or its launcher was killed."""
+    """Return how the run ended. None: it runs, is finished, or its launcher was killed."""
     try:
         return msgspec.json.decode((run_dir / ENDING_FILE).read_bytes(), type=RunEnding)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -38,7 +38,7 @@ def read_ending(run_dir: Path) -> RunEnding | None:
 
 
 def ending_findings(ending: RunEnding | None) -> list[Finding]:
-    """What a run that failed says of itself."""
+    """The finding about a run that failed."""
     if ending is None or ending.kind != "failed":
         return []
     log = f"{ending.job}/log.txt" if ending.job else "launcher.log"

@@ -12,7 +12,7 @@ Seen = TypeVar("Seen")
 
 
 class Level(IntEnum):
-    """What failed. Findings are told in this order: what fails earlier explains what fails later."""
+    """What failed. Findings are shown in this order: what fails earlier explains what fails later."""
 
     FAILED = 0
     """The run or the check itself."""
@@ -27,9 +27,9 @@ class Level(IntEnum):
     SYMPTOM = 5
     """What the policy became."""
     OUTCOME = 6
-    """What came of it, whatever the cause."""
+    """A result, of any cause."""
     SLOW = 7
-    """Not about learning: the run would come to the same, sooner."""
+    """Not about learning: the run would reach the same, sooner."""
     NOTED = 8
     """A fact without a bound."""
     PASSED = 9
@@ -44,7 +44,7 @@ class Level(IntEnum):
 class Finding:
     level: Level
     title: str
-    """Does not depend on figures: tests, trackers and the page know a finding by it."""
+    """Does not depend on figures: it identifies a finding in tests, trackers and the page."""
     evidence: str
     """What was seen, with its figures."""
     fix: str = ""
@@ -54,7 +54,7 @@ class Finding:
     step: int | None = None
     """First optimizer step to which it applies. None = all of them."""
     about: str = ""
-    """A server. Of one title and one `about` a running run is told once."""
+    """A server. While a run goes on, each title is shown once per `about`."""
 
     @property
     def head(self) -> str:
@@ -70,7 +70,7 @@ class Finding:
 
 
 def found(checks: Iterable[Callable[[Seen], Iterable[Finding]]], seen: Seen) -> list[Finding]:
-    """What all checks find, in the order in which it is told."""
+    """What all checks find, in the order in which it is shown."""
     return in_order(finding for check in checks for finding in check(seen))
 
 

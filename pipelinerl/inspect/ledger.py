@@ -102,13 +102,15 @@ def ledger_of(
         for entry in _events(progress, steps_trained):
             earlier = resolved.get(entry.sample_id)
             if earlier is not None and (earlier.outcome, earlier.step) != (entry.outcome, entry.step):
-                violations.append(f"{entry.sample_id} was {_say(earlier)} and {_say(entry)}")
+                violations.append(f"{entry.sample_id} was {_outcome(earlier)} and {_outcome(entry)}")
             if entry.sample_id not in published and begin[0] >= first_offset:
                 unpublished.setdefault(entry.sample_id.rpartition("/")[0], []).append(entry)
             resolved[entry.sample_id] = entry
         begin = progress.source
     if len(unpublished) > unreadable_actor:
-        violations += [f"{e.sample_id} was {_say(e)} but never published" for es in unpublished.values() for e in es]
+        violations += [
+            f"{e.sample_id} was {_outcome(e)} but never published" for es in unpublished.values() for e in es
+        ]
     names = list(published)
     if first_progress:
         names = list(dropwhile(lambda name: name not in resolved, names))
@@ -194,7 +196,7 @@ def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list
     before = known.get(entry.sample_id)
     if before is None or before.outcome != "trained" or entry.outcome not in ("trained", "packed", "queued"):
         return []
-    return [f"{entry.sample_id} was {_say(before)} and, in new streams, {_say(entry)}"]
+    return [f"{entry.sample_id} was {_outcome(before)} and, in new streams, {_outcome(entry)}"]
 
 
 def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
@@ -261,7 +263,7 @@ def without_tokens(record: Any) -> Any:
     return msgspec.structs.replace(record, rollouts=rollouts)
 
 
-def _say(entry: LedgerEntry) -> str:
+def _outcome(entry: LedgerEntry) -> str:
     return f"{entry.outcome} ({entry.reason})" if entry.reason else f"{entry.outcome} in step {entry.step}"
 
 

@@ -13,8 +13,8 @@ NAMED_SERVERS = 4
 def first_answers(metrics: Point, statuses: Mapping[str, StatusRecord]) -> list[str]:
     """Describe the first answers and who samples them.
 
-    `first answers: 12 of 64, longest 2,100 tokens`, `340 tok/s`, `on actor_llm_0 (30), actor_llm_1 (22)`. Of an actor
-    that says less, the rollouts that it has published.
+    `first answers: 12 of 64, longest 2,100 tokens`, `340 tok/s`, `on actor_llm_0 (30), actor_llm_1 (22)`. If the actor
+    reports less: the number of rollouts that it has published.
     """
     ended, under_way = metrics.get(ActorMetric.ROLLOUTS_ENDED), metrics.get(ActorMetric.ROLLOUTS_UNDER_WAY)
     if ended is None or under_way is None:

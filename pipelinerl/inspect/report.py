@@ -395,7 +395,7 @@ def last_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
 
 
 def imitation_lines(imitation: Mapping[str, Any]) -> list[str]:
-    """Rows and loss. The loss is that of the first and of the last step."""
+    """Rows, and the loss of the first and the last step."""
     held_out = f"{number(imitation['held_out_first'], 3)} → {number(imitation['held_out_last'], 3)}"
     return [
         f"conversations    {number(imitation['rows'], 0)} rows imitated {number(imitation['epochs'], 1)} times, "

@@ -102,7 +102,7 @@ class _Segment:
 
     @property
     def ends_cut(self) -> bool:
-        """The server ended its last completion for its length, so that GAE goes on with the value of its end."""
+        """The server cut its last completion for its length, so GAE bootstraps from the value of its end."""
         return self.sequence.finish_reason == "length"
 
 
@@ -220,7 +220,7 @@ def _top(sample: Sample, index: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _no_top(num_trained: int, collation: Collation) -> tuple[np.ndarray, np.ndarray]:
-    """In the place of a teacher's most likely tokens, where nobody reads them."""
+    """Placeholders for a teacher's most likely tokens, where they are not used."""
     shape = (num_trained, collation.teacher_top_k)
     return np.zeros(shape, np.int32), np.zeros(shape, np.float32)
 
@@ -332,7 +332,7 @@ def _columns(collation: Collation) -> tuple[str, ...]:
 
 
 def _record_columns(columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The columns as fields of a record, of which ``ref_logprobs`` is always given."""
+    """The columns as fields of a record. ``ref_logprobs`` is always there."""
     return {"ref_logprobs": None, **columns}
 
 

@@ -21,11 +21,11 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-3, 1e3
 MESSAGE_WEIGHTS = ("weight", "trainable", "train", "training", "loss_mask", "loss")
 """Keys of a message that say whether, or how much, it is trained."""
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable", "train", "loss_mask")
-"""Columns that say it of a whole conversation."""
+"""Columns with the same meaning for a whole conversation."""
 LIKE_A_WEIGHT = re.compile(
     r"(^|_)(train|trainable|trained|training|learn|learnable|supervised?|loss|losses|mask|masked|masks|weights?|ignored?)(_|$)"
 )
-"""Words in names of keys and columns that may be meant as such, but are not known."""
+"""Words in unknown keys and columns that may mean the same: such rows are refused."""
 COLUMNS = ("messages", "conversations", "tools", "functions", "prompt", "completion", "system")
 WORDS = {"true": 1.0, "false": 0.0}
 SHAREGPT_ROLES = {
@@ -56,12 +56,12 @@ class Conversation:
 
     @property
     def answer_weights(self) -> dict[int, float]:
-        """Index → weight, of every message that the assistant says."""
+        """Index → weight of every message of the assistant."""
         return {index: self.weight * self.weights.get(index, 1.0) for index in self._answers}
 
     @property
     def trains_prompt(self) -> bool:
-        """Whether `sft.prompt_weight` holds for it: no message that the assistant does not say has the weight 0."""
+        """Whether `sft.prompt_weight` applies: no message of another role has the weight 0."""
         return self.weights.keys() <= self._answers
 
     @property
@@ -77,7 +77,7 @@ class DatasetReport(RowReport):
     """Those that sound like a weight."""
 
     def notes(self) -> list[str]:
-        """What a user should know of it, in one line each."""
+        """Lines for the user."""
         rows = [f"dataset {self.dataset!r}, left out {line}" for line in self.lines()]
         columns = [
             f"dataset {self.dataset!r}, column {name!r} is not read: weights of rows are in {', '.join(ROW_WEIGHTS)}"
@@ -136,7 +136,7 @@ def read_conversation(
         has_absent_nulls: whether null stands for an absent key everywhere, as in parquet, whose objects all have the
             same keys. Otherwise the nulls in arguments and schemas of tools are values.
     Raises:
-        UnusableRow: the row says not, or not clearly, what to imitate.
+        UnusableRow: it is missing or unclear what to imitate.
     """
     refuse_images(row)
     given = {name: row[name] for name in COLUMNS if not is_unusable(row.get(name))}

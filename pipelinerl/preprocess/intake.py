@@ -37,7 +37,7 @@ class _Unresolved(NamedTuple):
     offset: int
     turn: TakenTurn
     outcome: GroupOutcome | None
-    """None: nobody asks for it, or ``order`` holds it already, because a part of the group is trained."""
+    """None: not needed, or already in ``order``, because a part of the group is trained."""
 
 
 class GroupReader:
@@ -50,7 +50,7 @@ class GroupReader:
         attempts: largest number of rollouts in a group.
         order: which problems are resolved at ``source``.
         num_actors: number of actors that take turns in an epoch.
-        keeps_history: whether the resolved order says how the policy did on each problem, for `actor.sampler`.
+        keeps_history: whether the resolved order has the policy's results on each problem, for `actor.sampler`.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Intake:
         self._scorers = [make_scorer(ctx, model) for model in self._models]
         self._wait = CurrentWait(ctx.status)
         self.is_exhausted = False
-        """Whether the last read found no more groups and none is pending."""
+        """Whether the last read found no group and none is pending."""
 
     @property
     def is_scoring(self) -> bool:

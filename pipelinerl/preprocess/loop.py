@@ -63,7 +63,7 @@ def record_spans(batch: OptimizerBatch, began: int) -> None:
 
 
 def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
-    """The part of the configuration that determines how a batch is collated for so many data-parallel ranks."""
+    """The settings by which a batch is collated for this number of data-parallel ranks."""
     return Collation(
         data_parallel_size=data_parallel_size,
         seq_length=cfg.finetune.seq_length,
@@ -190,7 +190,7 @@ class Preprocessor:
         return step - (self.trainer.steps_done or 0) > max_ready_steps(self.cfg)
 
     def _report_drops(self) -> None:
-        """Write a record of the drops that no record names yet."""
+        """Write a record of the drops that are in no record yet."""
         if self.totals.pending:
             self.intake.barrier()
             self.progress.write(self.totals.to_record())

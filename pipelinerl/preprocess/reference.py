@@ -1,8 +1,8 @@
 """Adds another model's log-probs of exactly the trained tokens to samples: the reference's or a teacher's.
 
 Works in a thread with its own event loop. Waits for: the reference servers, at most ``deadline_s`` from the first
-failure of a request; then the role fails and names the server. No value is ever guessed: a sample is dropped as invalid
-if the server refuses its tokens or a log-prob is not finite. docs/algorithms.md §3 says what the loss does with them.
+failure of a request; then the role fails and names the server. No value is ever guessed: if the server refuses tokens,
+or a log-prob is not finite, the sample is dropped (`not_scored`). docs/algorithms.md §3 has the use in the loss.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ MAX_BACKOFF_S = 5.0
 REQUEST_TOKENS = 32_768
 """Short sequences of a group share requests of up to this many tokens."""
 REFUSED = (400, 413, 422)
-"""HTTP statuses that mean that these tokens can never be scored, whatever the server's state."""
+"""HTTP statuses of tokens that no server can ever score."""
 
 
 REFERENCE = ScoringModel(path="", column="ref_logprobs")
@@ -86,7 +86,7 @@ Result = Columns | RecordError
 
 
 def trained_scores(scores: Scores, sequence: TrainingSequence, model: ScoringModel) -> Columns:
-    """What a ``model`` says of the trained tokens of ``sequence``.
+    """The scores of a ``model`` for the trained tokens of ``sequence``.
 
     Raises:
         TransportError: it follows the policy, but the scores are of its file: its server has just started.

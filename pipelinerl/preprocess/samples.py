@@ -58,7 +58,7 @@ Source = tuple[int, int]
 """Place of a sample in the run: (offset of its group in topic `actor`, index of the rollout in the group)."""
 
 SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs", "teacher_versions")
-"""Fields of a sample that hold what other models say of its trained tokens."""
+"""Fields of a sample with other models' scores of its trained tokens."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 

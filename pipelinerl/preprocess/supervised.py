@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 FIRST_ROWS = 100
-"""Rows of which `sft.max_left_out` is a share at least, so that a bad one among the first ends no run."""
+"""`sft.max_left_out` is a share of at least this many rows, so that a bad row among the first ends no run."""
 
 
 class SupervisedData:
@@ -57,7 +57,7 @@ class SupervisedData:
             per_step: conversations of an optimizer step.
             seed: of the permutations. None: they keep their order.
             seq_length: tokens after which a text is cut.
-            prompt_weight: weight of the tokens that the assistant does not say.
+            prompt_weight: weight of the tokens of other roles.
             max_left_out: largest share of the conversations that may give no sample.
             num_left_out: rows that were left out before.
             held_out: they are those of `sft.test_datasets`.
@@ -78,7 +78,7 @@ class SupervisedData:
 
     @property
     def num_used(self) -> int:
-        """Rows that are imitated, or whose turn has not come."""
+        """Rows that are, or may yet be, imitated."""
         return len(self._conversations) - self._report.left_out.total()
 
     def samples(self, step: int) -> tuple[Sample, ...]:

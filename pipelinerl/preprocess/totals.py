@@ -16,7 +16,7 @@ from pipelinerl.records.drops import DropReason
 
 @dataclass(kw_only=True)
 class Totals:
-    """Counts since the start of the run. ``pending``: (sample, reason) of the drops that no record names yet."""
+    """Counts since the start of the run. ``pending``: (sample, reason) of the drops that are in no record yet."""
 
     step: int = 0
     source: Source = (0, 0)

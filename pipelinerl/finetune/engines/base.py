@@ -42,7 +42,7 @@ class Engine(ABC):
     """
 
     traits: ClassVar[EngineTraits] = EngineTraits()
-    """What the launcher, the plan and the checks must know of the engine before it is built."""
+    """What launcher, plan and checks need to know about the engine before it is built."""
     policy: Policy
     rank: int
     world_size: int

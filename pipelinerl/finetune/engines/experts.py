@@ -43,7 +43,7 @@ class ExpertGroup:
         return Piece(piece.tensor, piece.start + self.index * piece.whole, piece.whole * self.size)
 
     def whole_shape(self, part: torch.Size) -> tuple[int, ...]:
-        """Shape of the parameter of which every rank owns a part of this shape."""
+        """Shape of the whole parameter if every rank owns a part of this shape."""
         return (part[0] * self.size, *part[1:])
 
     def own(self, full: Tensor) -> Tensor:

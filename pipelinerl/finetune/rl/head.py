@@ -93,7 +93,7 @@ class _HeadOptions:
 
 
 def _ignore() -> None:
-    """Nobody wants to know."""
+    pass
 
 
 class OutputHead(nn.Linear):
@@ -158,7 +158,7 @@ def head_loss(
         chunk: tokens whose logits are computed at a time.
         fp32: whether the products of a bfloat16 head keep float32 precision.
         values_K: of the value head, differentiable. None: the objective depends on none.
-        support_KJ: int64, token ids whose log-probabilities the objective gets, too. None: it needs none.
+        support_KJ: int64, further token ids whose log-probabilities the objective gets. None: it needs none.
     """
     narrow = _narrow_dtype(head.weight)
     options = _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, narrow, head.on_chunk, support_KJ)
@@ -308,7 +308,7 @@ def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, s_CJ: Tensor
 
 
 class _Derivatives(NamedTuple):
-    """Of the loss, by what one call of the objective got. None: it did not get that."""
+    """Derivatives of the loss by the arguments of one call of the objective. None: it did not get the argument."""
 
     logprobs: Tensor
     entropy: Tensor

@@ -41,7 +41,7 @@ class PolicyTokens:
         self._inputs, self._corrections = inputs, corrections
         self._logprobs_K = logprobs_K.detach()
         self.has_proximal = proximal
-        """Whether ``ratio`` is taken to a proximal policy instead of the sampler."""
+        """Whether the denominator of ``ratio`` is a proximal policy instead of the sampler."""
         self.read_weights = self.read_masks = self.read_outer = False
 
     @property
@@ -104,7 +104,7 @@ class PolicyTokens:
         """Generalised advantage estimates (arXiv:1506.02438) and the returns that the values should predict.
 
         An episode is a training sequence, a step one of its trained tokens. The sequence's reward comes with its last
-        one. A cut answer goes on from the value of the state that it ended in.
+        one. A cut answer is bootstrapped from the value of its last state.
 
         Args:
             values, rewards: [K], the loss's arguments of these names.

@@ -107,7 +107,7 @@ def policy_term(
         inputs: constants of the tokens, and their values.
         entropy_K: of the trained policy, differentiable. None: the loss does not name it.
     Raises:
-        ConfigError: a configured correction has no effect on this loss, or it names a figure that nobody computes.
+        ConfigError: a configured correction has no effect on this loss, or it names a figure that is not computed.
     """
     figures = loss_signature(settings.policy_loss).figures
     named = {name: _token_argument(name, inputs, settings, entropy_K) for name in figures}
@@ -187,7 +187,7 @@ SMALLEST_REST = 1e-6
 
 
 def support_kl(logprobs_KJ: Tensor, teacher_logprobs_KJ: Tensor) -> Tensor:
-    """[K] KL(π‖π_T) over J tokens and one more that stands for all others.
+    """[K] KL(π‖π_T) over J tokens and one more for all others.
 
     At most the divergence over the vocabulary, and equal to it where the J tokens are the whole of it.
     """

@@ -63,7 +63,7 @@ class TokenInputs:
     rewards_K: Tensor | None = None
     """What the token's sequence returned: its rollout's reward, or the shaped return if the advantage is `value`."""
     lag_K: Tensor | None = None
-    """int64: optimizer steps between sampling and training. None: not known."""
+    """int64: optimizer steps between sampling and training. None: unknown."""
     ref_logprobs_K: Tensor | None = None
     """log π_ref. None: not scored."""
     teacher_logprobs_K: Tensor | None = None

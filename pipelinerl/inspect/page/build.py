@@ -43,13 +43,13 @@ def write_page(run_dirs: Sequence[Path], path: Path) -> int:
 
 
 def collect_all(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the data of each run for one page, under names that tell the runs apart."""
+    """Return the data of each run for one page, under names that differ."""
     found = [collect(run_dir, MAX_ROLLOUT_BYTES // len(run_dirs)) for run_dir in run_dirs]
     return [run | {"name": name} for run, name in zip(found, names_of(run_dirs), strict=True)]
 
 
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
-    """The last parts of the folders' paths, as many as it takes to tell all folders apart."""
+    """The last parts of the folders' paths, as many as all folders need to differ."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     longest = max(map(len, parts))
     count = next(n for n in range(1, longest + 1) if len({one[-n:] for one in parts}) == len(set(parts)))

@@ -21,7 +21,7 @@ def by_difficulty(evaluations: Sequence[EvaluationDone]) -> list[dict[str, Any]]
     if len(done) < 2:
         return []
     first = _problems(done[0])
-    # With one attempt at each problem the classes are those of luck, too.
+    # With one attempt at each problem luck decides about the classes, too.
     classes = {place: _class_of(*outcome) for place, outcome in first.items() if outcome[0]}
     lines = []
     for label in (NEVER, SOMETIMES, ALWAYS):

@@ -58,7 +58,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """What the run recorded about the step."""
 
     metrics: dict[str, float]
-    """Of the trainer. Empty if the point was thinned out."""
+    """Metrics of the trainer. Empty if the point was thinned out."""
     sequences: tuple[ScoredSequence, ...]
     """The trainer's numbers of the archived sequences."""
     advantages: dict[str, float]

@@ -20,8 +20,8 @@ from pipelinerl.inspect.replay.folder import ReplayedSequence
 
 ONE_SIGN = 0.95
 LEAST_TRUNCATION = 1e-3
-"""Truncation: at least these shares of tokens with one sign, and nats in the mean."""
-CURES = {
+"""Truncation: at least this share of tokens with one sign, and a mean of at least this many nats."""
+FIXES = {
     "staleness": "Lower max_lag_steps or finetune.learning_rate, or set finetune.rl.proximal_every or token_tis",
     "kept KV cache": "Take shorter sequences or fewer updates in flight (finetune.weight_update_interval), and "
     "vllm_config.prefix_caching=version",
@@ -39,7 +39,7 @@ class Attribution:
     """Mean size of the gap and of its parts, in nats per token."""
 
     gap: float
-    """Of log π − log μ over the known tokens."""
+    """Mean of |log π − log μ| over the known tokens."""
     parts: dict[str, float]
     """By cause. Each is a mean over the known tokens. Sizes of parts need not add up to the gap's."""
     known: int
@@ -64,11 +64,11 @@ class Attribution:
         parts = [f"  {cause:<12} {nats:.3g} nats" for cause, nats in self.parts.items()]
         left_out = f", {self.unknown} older ones left out" if self.unknown else ""
         return [
-            f"trainer and server differ by {self.gap:.3g} nats in the mean of {self.known} tokens{left_out}",
+            f"trainer and server differ by {self.gap:.3g} nats on average over {self.known} tokens{left_out}",
             *parts,
             "  they are equal"
             if self.largest is None
-            else f"alarm: mismatch: the largest cause is {self.largest}. {CURES[self.largest]}",
+            else f"alarm: mismatch: the largest cause is {self.largest}. {FIXES[self.largest]}",
         ]
 
 

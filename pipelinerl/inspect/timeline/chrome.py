@@ -91,7 +91,7 @@ def _arrow(start: dict[str, Any], end: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Numbers:
-    """Numbers things in the order in which they come."""
+    """Numbers names in the order in which they first appear."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""Why a run does not learn: what single attempts say is wrong, which is more than curves do. Pure.
+"""Why a run does not learn: checks of single attempts, which show more than curves do. Pure.
 
 To add a check, write a function and list it in `ATTEMPTS`. `causes` ranks all that was found.
 """
@@ -31,24 +31,24 @@ from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
 from pipelinerl.records.drops import DropReason
 
 MOST = 0.5
-"""Share of the attempts beyond which a fault is that of the run."""
+"""Share of the attempts beyond which the run has a fault."""
 SAME_FORM = 0.5
-"""Largest change of length and of certainty, relative, between answers that count as the same."""
+"""Largest relative change of length and certainty between answers that count as equal."""
 PACE = 4
 """Steps over which a change counts as lasting."""
 LEAST_LAG = 0.5
-"""Mean lag in steps from which on a change is divided by it. Below, most tokens are of the present version."""
+"""Mean lag in steps from which a change is divided by it. Below, most tokens are from the present version."""
 TOO_FAR = math.sqrt(2 * math.log(1 / LOW_ESS) / math.pi)
 """Mean size of the log-ratio of a token per step of its lag, in nats. One step then leaves `LOW_ESS` of the tokens
 effective: normal log-ratios of deviation σ leave exp(−σ²), and their mean size is σ √(2/π)."""
 TOO_MUCH = 1 / FEWEST_POINTS
 """Lasting change of the entropy by one step, relative to the first entropy: the first policy is gone in fewer steps
-than a curve needs. A size of effect: learning changes the entropy beyond noise, too."""
+than a curve needs. A size of effect: learning also changes the entropy beyond noise."""
 UNCHANGED = 0.1
 """Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server.
 A server that kept its weights repeats its numbers. The tenth leaves room for evaluated tokens, which are surer."""
 UNMOVED = 1e-4
-"""The trainer's distance in a run whose weights do not change what the policy says."""
+"""The trainer's distance in nats in a run whose weights do not change the answers."""
 MANY_EQUAL = 4
 """Attempts at one problem that are all equal: the policy is sure."""
 SURE_FAILURES = 0.1
@@ -100,7 +100,7 @@ def unjudged(run: Evidence) -> Iterable[Finding]:
     errors = [attempt for attempt in attempts if attempt.is_error]
     same = trailing(attempts, lambda attempt: attempt.reward == attempts[-1].reward and not attempt.success)
     if len(errors) > MOST * len(attempts) >= MOST * FEWEST_ATTEMPTS:
-        text = f"{len(errors)} of {len(attempts)} answers were read, and judged with an error"
+        text = f"{len(errors)} of {len(attempts)} answers were read, but the judge failed on them"
         fix = "The reward is that of the error. Look at what the domain logs in actor_0/log.txt"
         command = "pipelinerl rollouts {run} --worst 5"
         yield Finding(Level.DELIVERY, "judge down", text, fix, command, step=errors[0].version)
@@ -116,7 +116,7 @@ def unjudged(run: Evidence) -> Iterable[Finding]:
 
 
 def is_sudden(before: Sequence[Attempt], after: Sequence[Attempt]) -> bool:
-    """Whether success ended at once, and the answers next to that place have the same form."""
+    """Whether success ended at once, while length and certainty of the answers did not change."""
     near, far = before[-FEWEST_ATTEMPTS:], after[:FEWEST_ATTEMPTS]
     if min(len(near), len(far)) < FEWEST_ATTEMPTS:
         return False
@@ -131,7 +131,7 @@ def is_sudden(before: Sequence[Attempt], after: Sequence[Attempt]) -> bool:
 
 
 def unchanged_servers(run: Evidence) -> Iterable[Finding]:
-    """Servers say the same under versions in which the trainer has gone away from them."""
+    """Servers return the same log-probabilities under versions that differ for the trainer."""
     # The weights of two versions are further apart than the trainer and a sampler a few steps behind it. A server that
     # moved much less between them does not use what it was sent.
     stale = (
@@ -142,7 +142,7 @@ def unchanged_servers(run: Evidence) -> Iterable[Finding]:
     if drift := next(stale, None):
         text = (
             f"between versions {drift.first} and {drift.last} the servers' log-probabilities of {drift.contexts} "
-            f"equal tokens after equal prompts changed by {drift.change:.1g} nats in the mean, while the trainer "
+            f"equal tokens after equal prompts changed by {drift.change:.1g} nats on average, while the trainer "
             f"differs from them by {drift.apart:.2g} on such tokens: they do not use the weights that they are sent"
         )
         probe = "" if run.cfg.weights.probe else ", with weights.probe=true, which expels such a server"
@@ -204,12 +204,12 @@ def wrong_sign(run: Evidence) -> Iterable[Finding]:
     """Advantages go against rewards, rewards against success, or training against advantages."""
     text, where = signs_against(run)
     if where:
-        fix = f"Look at the sign of {where}: it is to be larger for what should be sampled more often"
+        fix = f"Look at the sign of {where}: it must be larger for better rollouts"
         yield Finding(Level.REWARD, "wrong sign", text, fix, "pipelinerl rollouts {run} --best 8")
 
 
 def signs_against(run: Evidence) -> tuple[str, str]:
-    """What goes against what, and whose sign it is. Empty: nothing does."""
+    """(what contradicts what, whose sign is wrong). Empty: nothing is."""
     groups = by_group(run.attempts)
     signs = [
         sum(a.advantage * (a.reward - mean) for a in group if a.advantage is not None)
@@ -233,7 +233,7 @@ def signs_against(run: Evidence) -> tuple[str, str]:
 
 
 def count_against(values: Sequence[float]) -> str | None:
-    """ "30 of 32 groups", if so many of the values that are not zero are negative that it is no accident."""
+    """ "30 of 32 groups", if more of the values other than zero are negative than chance explains."""
     signed = [value for value in values if abs(value) > 1e-9]
     negative = sum(value < 0 for value in signed)
     if len(signed) < FEWEST_POINTS or negative - len(signed) / 2 < CERTAIN * math.sqrt(len(signed)) / 2:
@@ -293,7 +293,7 @@ def paid_by_length(run: Evidence) -> Iterable[Finding]:
 
 
 def wrong_difficulty(run: Evidence) -> Iterable[Finding]:
-    """From the beginning on most groups are solved by all of their attempts, or by none, and rewards say no more."""
+    """From the beginning most groups are solved by all of their attempts or by none, and rewards add nothing."""
     groups = by_group(run.attempts)
     if len(groups) < FEWEST_POINTS or learns(run):
         return
@@ -350,13 +350,13 @@ def learns(run: Evidence) -> bool:
 
 
 def step_too_long(run: Evidence) -> Iterable[Finding]:
-    """A step changes so much of the policy that what was sampled just before says little about it."""
+    """A step changes the policy so much that answers sampled just before hardly train it."""
     length, (share, place) = step_length(run), entropy_per_step(run)
     if length <= TOO_FAR and share <= TOO_MUCH:
         return
     far = [step for step, change in changes_per_step(run) if change > TOO_FAR]
     text = (
-        f"one optimizer step changes the log-probability of a token by up to {length:.2g} nats in the mean, and "
+        f"one optimizer step changes the log-probability of a token by up to {length:.2g} nats on average, and "
         f"the entropy by up to {share:.0%} of what it was at first"
     )
     fix = f"Lower finetune.learning_rate{given(run.cfg.finetune.learning_rate)}, or warm it up longer"
@@ -383,7 +383,7 @@ def learned_by_heart(run: Evidence) -> Iterable[Finding]:
 
 
 def confident_failures(run: Evidence) -> Iterable[Finding]:
-    """Of the problems to which the policy always gives the same answer, some succeed and many fail."""
+    """Among problems that always get the same answer, some succeed and many fail."""
     groups = [group for group in by_group(run.answers) if len(group) >= MANY_EQUAL]
     sure = [
         group
@@ -423,7 +423,7 @@ ATTEMPTS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
 
 
 def by_group(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
-    """The groups of which several attempts are on record, in order."""
+    """The groups with several attempts on record, in order."""
     members: dict[str, list[Attempt]] = defaultdict(list)
     for attempt in attempts:
         members[attempt.group].append(attempt)

@@ -29,11 +29,11 @@ from pipelinerl.observability.status import read_statuses
 from pipelinerl.records import EvaluationDone, TrainerMessage, TrainingSequence
 
 LONG_TEXT = 16
-"""Characters of a problem's text from which its absence from the prompt means something."""
+"""Characters: a shorter text may be missing from the prompt by rewording alone."""
 FIRST_TOKENS = 8
-"""Tokens of an answer that may stand in the same context under two versions."""
+"""Tokens of an answer that are compared: further on, two versions rarely share the context."""
 PART = 0.2
-"""Share of such a text that is no accident."""
+"""Share of such a text below which a match with the prompt is chance."""
 CHECKED_TOKENS = 100
 """Tokens of one span that are decoded to find out whether they are text."""
 CHECKED_FOR_TEXT = 200
@@ -50,16 +50,16 @@ class Attempt:
     reward: float
     success: float | None = None
     is_error: bool = False
-    """The domain says that it failed, although it read an answer."""
+    """The domain reports an error, although it read an answer."""
     answer: bytes | None = None
-    """Digest of all its tokens, of the prompt and of tools, too. Equal ones are the same answer to the same problem.
-    Known in `Evidence.answers` alone."""
+    """Digest of all tokens, with those of the prompt and of tools. Equal digests: same answer to the same problem.
+    Only in `Evidence.answers`."""
     tokens: int = 1
-    """Sampled."""
+    """Number of sampled tokens."""
     is_cut: bool = False
     """The server ended an answer for its length."""
     is_full: bool = False
-    """It did so because the context was full, prompt and all."""
+    """Prompt and answers filled the context."""
     certainty: float = 0.0
     """Mean log-probability of its tokens when they were sampled."""
     asked: float | None = None
@@ -88,12 +88,12 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a run. While it goes on, nothing of its evaluations and single attempts."""
+    """What is on record about a run. `pipelinerl why` alone reads single attempts."""
 
     cfg: Config
     series: Series = field(default_factory=Series)
     splits: Divisions | None = None
-    """Of the devices. None: whether the present one is balanced is not asked."""
+    """Splits of the devices. None: the balance is not checked."""
     messages: Sequence[TrainerMessage] = ()
     evaluations: Sequence[EvaluationDone] = ()
     blocked_at: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Evidence:
     attempts: Sequence[Attempt] = ()
     """Some of every step, in the order of their versions."""
     answers: Sequence[Attempt] = ()
-    """All on record, in the same order: what they said and earned, and nothing else of them."""
+    """All on record, in the same order, with digest and reward alone."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason → groups that the actors gave up."""
     groups: int = 0
@@ -143,7 +143,7 @@ def read_source(run_dir: Path) -> RunSource:
 
 
 def evidence_of(source: RunSource) -> Evidence:
-    """What is on record but for single attempts."""
+    """Everything on record except single attempts."""
     return Evidence(
         cfg=source.cfg,
         series=source.series(),
@@ -247,7 +247,7 @@ def _few(rollouts: Sequence[SeenRollout]) -> Iterator[SeenRollout]:
 
 
 def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
-    """The tokens that end an answer, as the model's own files say. Empty if none of them is here."""
+    """The tokens that end an answer, from the model's files. Empty if there are none."""
     for folder in filter(None, (newest_export(run_dir), Path(model_path), run_dir / "model")):
         for name in ("generation_config.json", "config.json"):
             try:
@@ -260,7 +260,7 @@ def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
 
 
 def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int], longest: int | None) -> Attempt:
-    """What is on record. ``longest``: tokens of a context, None if it is not known."""
+    """The attempt with all that the checks use. ``longest``: tokens of a context. None: unknown."""
     rollout = seen.rollout
     last, metrics = rollout.sequences[-1], rollout.metrics
     sampled = np.concatenate([sequence.logprobs for sequence in rollout.sequences])
@@ -317,7 +317,7 @@ def share_asked(problem: str, prompt: str) -> float | None:
 
 
 def _share(text: str, known: str) -> float:
-    """Bisection: every beginning of a part that is there is there, too."""
+    """Bisection: if a part is in the prompt, so is every beginning of it."""
     longest = 0
     for part in (lambda n: text[:n], lambda n: text[len(text) - n :]):
         low, high = 0, len(text)

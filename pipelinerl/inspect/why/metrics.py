@@ -1,4 +1,4 @@
-"""What a run's curves and the trainer's messages say is wrong: pure functions over the evidence.
+"""What is wrong with a run by its curves and the trainer's messages: pure functions over the evidence.
 
 To add one, write a function and list it in `METRICS`. Whether a curve moved is asked in units of the run's own noise
 (`inspect.curves`). Sizes that are too much in any run are constants.
@@ -19,9 +19,9 @@ from pipelinerl.observability.catalogue import ActorMetric, PreprocessorMetric, 
 from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, WeightUpdateSuccess
 
 FEWEST_POINTS = 12
-"""A run of 60 fast steps has so many points of the actor, each the mean of hundreds of rollouts."""
+"""The actor's points in a run of 60 fast steps. Each is the mean of hundreds of rollouts."""
 FEWEST_RECENT = 3
-"""Newest points from which a present state is said."""
+"""Newest points that must agree before a present state is reported."""
 FEWEST_ATTEMPTS = 32
 ENTROPY_LEFT = 1 / 3
 """Share of the entropy that success explains, below which the policy is too sure. A size of effect: in healthy runs of
@@ -39,7 +39,7 @@ LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
 """Explosion: growth of the length together with this share of cut rollouts, or growth that is enough alone."""
 CLIPPED = 0.3
 LARGE_GAP = 0.2
-"""Mean size of the log-ratio in nats. A ratio is then off by a fifth in the mean."""
+"""Mean |log-ratio| in nats: the ratio is then off by a fifth on average."""
 VERSIONS_BEHIND = 3
 FRESH_LOG_RATIO = 1.0
 """Nats between server and trainer on tokens that the present version sampled. Rounding in bfloat16 stays below."""
@@ -191,7 +191,7 @@ def reward_without_success(run: Evidence) -> Iterable[Finding]:
 
 
 def failures_pay(attempts: Sequence[Attempt]) -> bool:
-    """Whether failures came to earn what successes earn. True where no attempts say otherwise."""
+    """Whether failures now earn what successes earn. True where no attempts show otherwise."""
     if len(attempts) < FEWEST_ATTEMPTS:
         return True
     wins = [attempt.reward for attempt in attempts if attempt.success]
@@ -199,7 +199,7 @@ def failures_pay(attempts: Sequence[Attempt]) -> bool:
     if len(lost) < FEWEST_ATTEMPTS:
         return False
     quarter = len(lost) // 4
-    if not wins:  # what a success would earn is not known: the usual failure is to earn more than it did
+    if not wins:  # unknown what a success would earn: the usual failure must earn more than it did
         return statistics.median(lost[-quarter:]) > statistics.median(lost[:quarter])
     enough = statistics.median(wins)
     return statistics.fmean(reward >= enough for reward in lost[-quarter:]) > PAID_FAILURES
@@ -273,7 +273,7 @@ def clipping(run: Evidence) -> Iterable[Finding]:
 
 
 def mismatch(run: Evidence) -> Iterable[Finding]:
-    """Trainer and servers differ much in the mean, with the cause that the metrics show."""
+    """Trainer and servers differ much on average, with the cause that the metrics show."""
     steps, gaps = run.series.of(TrainerMetric.LOGRATIO_ABS_MEAN, fewest=WINDOW)
     if (seen := beyond(steps, gaps, LARGE_GAP)) is None:
         return
@@ -305,7 +305,7 @@ def low_ess(run: Evidence) -> Iterable[Finding]:
 
 
 def flat_evaluation(run: Evidence) -> Iterable[Finding]:
-    """Evaluations say that nothing was learned, or more was lost than their intervals allow."""
+    """By its evaluations the run learned nothing, or lost more than their intervals allow."""
     done = evaluated(run)
     if len(done) < 2 or run.series.num_points("finetune") < FEWEST_POINTS:
         return

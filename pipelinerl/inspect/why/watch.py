@@ -1,4 +1,4 @@
-"""Finds what looks wrong while a run goes on: reads the new points of the metrics files, and tells each thing once."""
+"""Finds what looks wrong while a run goes on: reads the new points of the metrics files, and reports each once."""
 
 import time
 from dataclasses import replace

@@ -208,14 +208,14 @@ def test_status_summary_report_and_the_live_watch_say_the_same(tmp_path: Path) -
     node = Node(rank=0, hostname="127.0.0.1", devices=2, cores=(0, 1, 2, 3))
     made: WorldMap = map_world(cfg, Cluster(accelerator="cpu", nodes=(node,)), check=False)
     made.save(run)
-    text, cure = "waits for data in 67% of its time", "world.cpu_slots=4 world.actor_fraction=3"
+    text, fix = "waits for data in 67% of its time", "world.cpu_slots=4 world.actor_fraction=3"
     (line,) = [line for line in status.screen(run) if line.startswith("balance")]
     assert text in line
-    assert cure in line
+    assert fix in line
     summary = write_report(run, cfg, launched=0.0, started=0.0)
     assert json.loads((run / "summary.json").read_text())["balance"]["trainer_waits"] == pytest.approx(2 / 3)
     (line,) = [line for line in summary_lines(summary, run) if line.startswith("balance")]
-    assert cure in line
+    assert fix in line
     page = collect(run)
     assert ("the trainer waits for data", "67%") in page["figures"]
     assert [alarm["title"] for alarm in page["alarms"]] == ["trainer waits"]
@@ -223,4 +223,4 @@ def test_status_summary_report_and_the_live_watch_say_the_same(tmp_path: Path) -
     progress = ProgressLines(run, cfg=cfg, say=lines.append)
     progress.add_message(SamplesProcessed(samples_processed=8, step=many, timestamp=time.time() + 1))
     (line,) = [line for line in lines if line.startswith("speed: trainer waits")]
-    assert cure in line
+    assert fix in line

@@ -95,7 +95,7 @@ def test_groups_that_any_actor_gave_up_count(tmp_path: Path, capsys: pytest.Capt
     assert first["title"] == "judge down"
 
 
-def test_causes_have_their_evidence_a_command_and_a_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_causes_have_their_evidence_a_command_and_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The reward is −1 whatever becomes of a problem, and the servers hold other weights than they say."""
     set_streams_backend("files")
     story = Story(steps=N, finetune={"logratio_abs_max_lag0": [3.0] * N})

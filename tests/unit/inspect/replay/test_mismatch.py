@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.inspect.replay.folder import ReplayedSequence
-from pipelinerl.inspect.replay.mismatch import CURES, attribute
+from pipelinerl.inspect.replay.mismatch import FIXES, attribute
 
 
 def make_sequence(
@@ -77,5 +77,5 @@ def test_equal_ends_have_no_cause() -> None:
     assert found.lines[-1] == "  they are equal"
 
 
-def test_every_cause_has_a_cure() -> None:
-    assert set(CURES) == {"staleness", "kept KV cache", "truncation", "precision", "routing"}
+def test_every_cause_has_a_fix() -> None:
+    assert set(FIXES) == {"staleness", "kept KV cache", "truncation", "precision", "routing"}
