@@ -35,6 +35,7 @@ from pipelinerl.world.disk import make_folder, sync_path
 log = logging.getLogger(__name__)
 
 FORMAT = 2
+"""Raised when older code could misread a checkpoint."""
 FILE_BYTES = 2**30
 """Approximate size of one file. A rank assembles each file in memory before it writes it."""
 MANIFEST = "manifest.json"

@@ -19,6 +19,7 @@ from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 SEQUENCE_SUMS = ("sequence_ratio", "sequence_ratio_squared")
 """Ratios are divided by the step's largest one, which leaves the ESS unchanged and avoids overflow of float64."""
 LARGEST_CLIP_FRACTION_LAG0 = 0.1
+"""Share of clipped tokens among fresh ones, whose ratio would be 1 without the difference of both ends."""
 LAG_PARTS = ("trained", "in_flight", "queued")
 """The whole lag of a trained token, the part that passed while its sequence was being sampled, and the rest."""
 LAG_BIN_ENDS = (0, 1, 2, 4, 8, 16)

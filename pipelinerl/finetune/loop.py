@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 
 import torch
@@ -51,8 +52,17 @@ from pipelinerl.world.placement import SERVER_KINDS
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+"""Wait for data after which the ranks agree again whether to stop."""
 DEFERRED_POLL_S = 0.02
-STOP, WAIT, TRAIN = 0, 1, 2
+"""The same while a version waits to be sent, which every delay makes older."""
+
+
+class Vote(IntEnum):
+    """What a rank could do. The ranks do the lowest of their votes."""
+
+    STOP = 0
+    WAIT = 1
+    TRAIN = 2
 
 
 class Trainer:
@@ -177,13 +187,13 @@ class Trainer:
             is_over = records is None and self.cfg.debug.mode is not None  # recorded data, all of it read
             # The ranks agree whether to train, stop or send weights.
             agreed = self.engine.lowest(
-                STOP if self.ctx.stop.is_set() or is_over else WAIT if records is None else TRAIN
+                Vote.STOP if self.ctx.stop.is_set() or is_over else Vote.WAIT if records is None else Vote.TRAIN
             )
-            if agreed == TRAIN:
+            if agreed == Vote.TRAIN:
                 return records
             if records is not None:
                 self.feed.put_back()
-            if agreed == STOP:
+            if agreed == Vote.STOP:
                 return None
             self.updates.retry(step)
 

@@ -5,6 +5,7 @@ torch's TCP store on the address of node 0 alone, with an HMAC by the run's secr
 A stranger on the network can still disturb the ranks: Gloo and NCCL have no credentials.
 """
 
+import hashlib
 import hmac
 import os
 import pickle
@@ -21,7 +22,7 @@ from pipelinerl.config.environment import RANKS_FILE_VARIABLE, SECRET_VARIABLE
 from pipelinerl.errors import CheckpointError, PipelineRLError
 from pipelinerl.world.network import listen_address
 
-_MAC_BYTES = 32
+_MAC_BYTES = hashlib.sha256().digest_size
 
 
 class ForgedError(PipelineRLError):

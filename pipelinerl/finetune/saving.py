@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 Positions = dict[str, int]
 CLOSE_S = 30.0
+"""Longest wait for a save at the end of the process. It never ends if other ranks are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ class EvaluationLease:
 
 
 POLL_S = 0.2
+"""Wait for servers after which the ranks agree again whether to stop."""
 BUSY_POLL_S = 0.005
+"""Training stands still meanwhile."""
 
 
 Announce = Callable[[Announcement], object]

@@ -8,6 +8,7 @@ from pipelinerl.observability.metrics import Point
 from pipelinerl.observability.status import BLOCKED_AT, StatusRecord
 
 NAMED_SERVERS = 4
+"""More servers would not fit into the live line: it then has their number."""
 
 
 def first_answers(metrics: Point, statuses: Mapping[str, StatusRecord]) -> list[str]:

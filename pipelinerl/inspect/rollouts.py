@@ -43,6 +43,7 @@ from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams.codec import jsonable
 
 SHOWN = 20
+"""Rollouts without an option that says how many: some screens in a pager."""
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold", "tool": "yellow"}
 SAMPLED_STYLE = "green"
 TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)

@@ -39,14 +39,17 @@ from pipelinerl.membership.address import address_of, open_store, parse_address
 from pipelinerl.membership.stores import LeaseStore
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.health import wait_chain
-from pipelinerl.observability.status import BLOCKED_AT, StatusRecord, read_statuses
+from pipelinerl.observability.status import BLOCKED_AT, HEARTBEAT_S, StatusRecord, read_statuses
 from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import get_streams_backend
 from pipelinerl.world.placement import SERVER_KINDS
 
 STACKS_GRACE_S = 0.7
-STALE_HEARTBEAT_S = 10.0
+"""Time for faulthandler to write the stacks of all threads."""
+STALE_HEARTBEAT_S = 5 * HEARTBEAT_S
+"""A role beats also while it waits, but a loaded machine may delay it."""
 WATCH_S = 1.0
+"""Roles write their status at most twice a second."""
 WATCH_REPEAT_S = 30.0
 """Seconds between two screens if the screen cannot be redrawn."""
 

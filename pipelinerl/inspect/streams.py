@@ -30,6 +30,7 @@ from pipelinerl.streams.codec import jsonable
 from pipelinerl.streams.spec import SingleStreamSpec
 
 _FOLLOW_S = 0.5
+"""Longest wait for a record of one stream while the others are not read."""
 
 Show = Callable[[SingleStreamSpec, int, Any], str]
 """Formats a record, given its stream and its offset, for printing."""

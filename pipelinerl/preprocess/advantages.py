@@ -27,7 +27,9 @@ from pipelinerl.config.objectives import ADVANTAGES, function_signature, keyword
 from pipelinerl.errors import ConfigError
 
 STD_EPSILON = 1e-4
+"""GRPO's, which keeps nearly equal rewards from advantages without bound."""
 MIN_STD = 1e-6
+"""Deviation below which the advantages of a batch differ by rounding alone."""
 
 
 def leave_one_out(returns_nK: np.ndarray) -> np.ndarray:

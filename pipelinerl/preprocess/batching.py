@@ -26,6 +26,7 @@ FEWEST = 100
 LARGEST_LOSS = 0.1
 """Lost share of the longest decile above which there is a warning."""
 DECILES = 10
+"""The names of the metrics count them."""
 SHORTEST, LONGEST = (PreprocessorMetric.DROPPED_BY_LENGTH.of(decile=i) for i in (1, DECILES))
 
 

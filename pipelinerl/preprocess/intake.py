@@ -148,7 +148,9 @@ def read_vocab_size(model_path: str) -> int:
 
 
 IDLE_POLL_S = 0.5
+"""Longest read of the topic, after which the loop sees that it was asked to stop."""
 BUSY_POLL_S = 0.05
+"""The same while something else may be ready meanwhile. Batches take seconds."""
 
 
 @dataclass

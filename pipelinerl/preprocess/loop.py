@@ -34,6 +34,7 @@ from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_writer
 log = logging.getLogger(__name__)
 
 COMMIT_EVERY_S = 1.0
+"""A commit syncs files. What is committed later is only deleted later."""
 ROLLOUTS_SHARE = 2 / 3
 """The preprocessors' share of the archive's space. The trainer has the rest."""
 

@@ -18,7 +18,9 @@ Plan = list[list[list[int]]]
 LOCKSTEP = 0.9995
 """Tokens / (ranks × Σ over rounds of the longest micro-batch) at which levelling stops."""
 MAX_FITTING_SWEEPS = 64
+"""Sweeps that look for a packing into fewer slots. Each slot less saves a whole micro-batch."""
 MAX_LEVELLING_SWEEPS = 16
+"""Sweeps that level the slots, by which ranks wait less for each other."""
 MAX_IDLE_SWEEPS = 8
 """Consecutive sweeps without improvement after which a try ends."""
 PARTNERS_PER_SLOT = 3

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
+"""Waits between two tries. A server that starts again takes a minute, so a few seconds later are little."""
 REQUEST_TOKENS = 32_768
 """Short sequences of a group share requests of up to this many tokens."""
 REFUSED = (400, 413, 422)

@@ -17,6 +17,7 @@ from pipelinerl.records.drops import DropReason
 from pipelinerl.rollouts import check_named_rewards
 
 ZERO_TOLERANCE = 1e-6
+"""Advantages of equal rewards differ from 0 by rounding."""
 
 
 def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:

@@ -18,6 +18,7 @@ from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
 BUCKET_BYTES = 64 * 2**20
+"""Large enough to use a link fully, and little beside the model that is copied into it part by part."""
 
 
 class ReplicatedEngine(SteppingEngine):

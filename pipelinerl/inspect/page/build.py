@@ -31,6 +31,7 @@ from pipelinerl.world.disk import replace_file
 log = logging.getLogger(__name__)
 
 MAX_PAGE_BYTES = 5 * 2**20
+"""A page that a mail or an issue takes as an attachment."""
 MAX_ROLLOUT_BYTES = 12 * 2**20
 """Bytes of the JSON of the rollouts of all runs, before compression."""
 
@@ -128,14 +129,13 @@ def part(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-FRESH_S = 2.0
 LOOPBACK = "127.0.0.1"
 
 
 class LiveRuns:
     """The data of the runs, read again if it is older than `fresh_s`. Any thread may ask for it."""
 
-    def __init__(self, run_dirs: Sequence[Path], fresh_s: float = FRESH_S):
+    def __init__(self, run_dirs: Sequence[Path], fresh_s: float = 2.0):
         self._run_dirs, self._fresh_s = run_dirs, fresh_s
         self._lock = threading.Lock()
         self._read_at = -float("inf")

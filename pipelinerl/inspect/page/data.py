@@ -35,7 +35,9 @@ from pipelinerl.observability.metrics import Points
 from pipelinerl.records import EvaluationDone, TrainingDone, WeightUpdateSuccess
 
 MAX_POINTS = 1200
+"""Points of a line: more than a chart has pixels."""
 MAX_OWN_CHARTS = 12
+"""Charts of a domain's own metrics, which may be any number."""
 TRAINER_PARTS = {
     TrainerMetric.STEP_S: "training",
     TrainerMetric.WAIT_S: "waiting for data",

@@ -33,9 +33,6 @@ from pipelinerl.inspect.replay.mismatch import attribute
 from pipelinerl.streams.codec import jsonable
 from pipelinerl.world.cluster import LOOPBACK
 
-EXIT_DIFFERENT = 1
-TOKENS = 12
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     from pipelinerl.inspect.replay import inputs
@@ -101,7 +98,7 @@ def report(
             lines.append("tokens that --with pushes most differently:")
             lines += show.token_table(own, show.largest_tokens(own, args.tokens, other), text, other)
         print(visible("\n".join(lines)))
-    return 0 if found.is_equal else EXIT_DIFFERENT
+    return 0 if found.is_equal else 1
 
 
 def has_experts(run_dir: Path) -> bool:
@@ -137,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         help="a setting of finetune.rl's loss, for a second computation",
     )
     own.add_argument("--mismatch", action="store_true", help="split the gap between trainer and server into causes")
-    own.add_argument("--tokens", type=natural, default=TOKENS, metavar="K", help=f"tokens to show ({TOKENS})")
+    own.add_argument("--tokens", type=natural, default=12, metavar="K", help="tokens to show (%(default)s)")
     own.add_argument("--json", action="store_true", help="everything as one JSON object")
     return own
 

@@ -22,6 +22,7 @@ HEADLINES = (
     TrainerMetric.CORRECTED_FRACTION,
 )
 DIFFERENCES = 8
+"""Metrics and sequences that differ and are named. The rest is counted."""
 TOKEN_COLUMNS = ("version", "sampler", "trainer", "ratio", "advantage", "entropy", "loss", "slope")
 
 

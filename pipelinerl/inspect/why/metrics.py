@@ -23,12 +23,14 @@ FEWEST_POINTS = 12
 FEWEST_RECENT = 3
 """Newest points that must agree before a present state is reported."""
 FEWEST_ATTEMPTS = 32
+"""Attempts, or groups of them, below which a share says little: half of 32 has a 95 % interval of 0.34 to 0.66."""
 ENTROPY_LEFT = 1 / 3
 """Share of the entropy that success explains, below which the policy is too sure. A size of effect: in healthy runs of
 `benchmarks/why.py` 0.8 to 1.4 of it is left."""
 SOLVED = 0.95
 """Success beyond which nothing is left to gain."""
 LOW_ESS = 0.5
+"""Effective share of a batch below which most of its rollouts train nothing."""
 MIXED_GROUPS = 0.1
 """Share of groups with attempts that succeed and attempts that fail, below which success teaches nothing."""
 PAID_FAILURES = 0.1
@@ -38,14 +40,17 @@ SMALL_INTERVAL = 0.05
 LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
 """Explosion: growth of the length together with this share of cut rollouts, or growth that is enough alone."""
 CLIPPED = 0.3
+"""Share of the tokens, which then have no gradient: they are no outliers any more."""
 LARGE_GAP = 0.2
 """Mean |log-ratio| in nats: the ratio is then off by a fifth on average."""
 VERSIONS_BEHIND = 3
+"""Versions that may be under way to the servers, beside those of the window."""
 FRESH_LOG_RATIO = 1.0
 """Nats between server and trainer on tokens that the present version sampled. Rounding in bfloat16 stays below."""
 UNREADABLE, NO_SUCCESS = 0.9, 0.02
+"""Least share of rollouts without an answer, and largest success by chance, if the model cannot read its prompts."""
 FORKS = 0.5
-"""Mean per rollout."""
+"""Mean per rollout: at least every second one computes its history again."""
 UNREADABLE_TEXT = 0.2
 """Share of sampled tokens that are no text."""
 

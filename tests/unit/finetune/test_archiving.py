@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from pipelinerl.finetune.archiving import ScoreArchive
+from pipelinerl.finetune.archiving import SCORES_SHARE, ScoreArchive, split_sequences
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.tokens import TokenInputs
 from pipelinerl.observability.archive import StepArchive, read_archive
-from pipelinerl.records import MicroBatch, ScoredStep
+from pipelinerl.preprocess.loop import ROLLOUTS_SHARE
+from pipelinerl.records import MicroBatch, ScoredSequence, ScoredStep
 
 
 def micro_batch() -> MicroBatch:
@@ -70,3 +72,18 @@ def test_write_without_an_archive_leaves_no_file(tmp_path: Path) -> None:
     scores.add(micro_batch(), output(), torch.tensor([False, True, False]))
     scores.write(5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_sequences_with_the_largest_ratios_are_kept_beside_the_chosen_samples() -> None:
+    sequences = [
+        (ScoredSequence(sequence_id=f"0-0/{attempt}/0", logprobs=none, entropy=none, altered=none > 0), ratio)
+        for attempt, ratio in enumerate((0.1, 0.4, 0.2, 0.3))
+        for none in [np.zeros(0, np.float32)]
+    ]
+    kept, rest = split_sequences(sequences, {"0-0/0"})
+    assert [one.sequence_id for one in kept] == ["0-0/0/0", "0-0/1/0", "0-0/3/0"]
+    assert [one.sequence_id for one in rest] == ["0-0/2/0"]
+
+
+def test_preprocessors_and_ranks_share_the_archive_and_no_more() -> None:
+    assert sum([ROLLOUTS_SHARE, SCORES_SHARE]) == pytest.approx(1.0)

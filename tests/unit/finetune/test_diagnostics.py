@@ -10,7 +10,7 @@ from pipelinerl.finetune.diagnostics import StepDiagnostics, clip_warning, step_
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
-from pipelinerl.observability.catalogue import undeclared
+from pipelinerl.observability.catalogue import TrainerMetric, undeclared
 
 RATIOS = [1.0, 2.0, 10.0, 0.5]
 SEGMENTS = [0, 0, 2, 2]
@@ -140,3 +140,8 @@ def test_lag0_numbers_leave_out_fresh_tokens_of_sequences_that_older_weights_beg
     metrics = one_step([1.0, 10.0, 2.0], [0, 0, 1], [1, 0, 0], [1, 0, 0])
     assert metrics["logratio_abs_max_lag0"] == pytest.approx(math.log(2), rel=1e-5)
     assert metrics["clip_fraction_lag0"] == 0.0
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.09, False), (0.11, True)])
+def test_clip_warns_from_a_tenth_of_the_fresh_tokens_on(share: float, warns: bool) -> None:
+    assert (clip_warning({TrainerMetric.CLIP_FRACTION_LAG0: share}) is not None) is warns

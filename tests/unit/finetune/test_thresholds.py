@@ -60,3 +60,7 @@ def test_settings_are_lowered_wherever_they_are() -> None:
     assert text.windows == [0, 128, 9]
     assert text.rope_parameters["original_max_position_embeddings"] == 10
     assert text.sliding_window == 4096
+
+
+def test_numbers_below_eight_are_crossed_as_they_are() -> None:
+    assert candidates(SimpleNamespace(window=8, layers=7)) == [("window", 8)]

@@ -46,3 +46,14 @@ def test_length_parts_attempts_into_thirds() -> None:
 def test_attempts_of_one_length_have_no_chart() -> None:
     assert by_length([(0, 4, True)] * 50) == []
     assert by_length([]) == []
+
+
+def test_line_has_at_most_twenty_points_of_eight_attempts_or_more() -> None:
+    """100 steps in buckets of five, of which each class has ten attempts; then one bucket with seven of a class."""
+    attempts = [(step, tokens, True) for step in range(100) for tokens in (10, 20, 30) for _ in range(2)]
+    (chart,) = by_length(attempts)
+    assert [len(line["x"]) for line in chart["lines"]] == [20, 20, 20]
+    assert chart["lines"][0]["x"][:2] == [2, 7]
+    few = [(0, tokens, True) for tokens in (10, 20, 30) for _ in range(8)][1:]
+    (chart,) = by_length(few)
+    assert [line["label"] for line in chart["lines"]] == ["11 … 20 tokens", "more than 20 tokens"]

@@ -158,3 +158,9 @@ def test_image_is_shown_as_its_size_in_place_of_its_tokens(text: TokenText) -> N
     assert text_of(shown, (b"unused", picture(6, 4)), text) == "".join(pieces)
     cut = show_images(["a", "x", "b"], np.array([0, 2, 7]), shown, (b"unused", b"no image"))
     assert cut == ["a", "[image that cannot be decoded]", "b"]
+
+
+@pytest.mark.parametrize(("depth", "is_shown"), [(49, True), (51, False)])
+def test_problem_of_more_than_fifty_levels_is_its_text(depth: int, is_shown: bool) -> None:
+    problem = '{"a": ' + "[" * depth + "]" * depth + "}"
+    assert (list(problem_fields(problem)) == ["a"]) is is_shown

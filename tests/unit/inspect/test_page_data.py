@@ -307,3 +307,26 @@ def test_page_of_a_run_that_imitates_has_its_losses_and_no_figures_of_rollouts(r
         {"label": "held out", "x": [0, 2], "y": [3.0, 1.0]},
     ]
     assert not charts["Lag"]["lines"]
+
+
+def test_only_the_first_200_rollouts_and_100_tokens_of_a_span_are_checked_to_be_text(text: TokenText) -> None:
+    good = seen(text, tokens=101)
+
+    def with_unknown(place: int) -> SeenRollout:
+        """The rollout with a token that the tokenizer does not have. Its second span begins at 3."""
+        ids = good.rollout.sequences[0].token_ids.copy()
+        ids[place] = 60_000
+        sequences = (msgspec.structs.replace(good.rollout.sequences[0], token_ids=ids),)
+        return SeenRollout(**{**vars(good), "rollout": msgspec.structs.replace(good.rollout, sequences=sequences)})
+
+    assert len(good.rollout.sequences[0].token_ids) == 104
+    assert evidence.unreadable_share([with_unknown(102)], text) == pytest.approx(1 / 101)
+    assert evidence.unreadable_share([with_unknown(103)], text) == 0.0
+    assert evidence.unreadable_share([*[good] * 199, with_unknown(3)], text) == pytest.approx(1 / 20_200)
+    assert evidence.unreadable_share([*[good] * 200, with_unknown(3)], text) == 0.0
+
+
+def test_lines_and_charts_of_any_run_are_bounded() -> None:
+    assert len(data.thinned([float(i % 7) for i in range(100_000)])) <= 1201
+    point = {"step": 3, "time": 1.0} | {f"own_{i}": 1.0 for i in range(20)}
+    assert len(data.own_charts([point])) == 12

@@ -165,3 +165,7 @@ def test_run_on_redis_that_has_ended_is_read_as_one_on_files(
 @pytest.fixture(autouse=True)
 def files() -> None:
     set_streams_backend("files")
+
+
+def test_twenty_rollouts_are_printed_without_an_option(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, run_dir).count("── ") == 20

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.inspect.samples import SeenRollout
 from pipelinerl.inspect.why.__main__ import main
-from pipelinerl.inspect.why.evidence import goes_on, is_full, share_asked
-from pipelinerl.records import TrainingSequence
+from pipelinerl.inspect.why.evidence import drifts_of, goes_on, is_full, share_asked
+from pipelinerl.records import Rollout, ScoredSequence, TrainingSequence
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import Story, make_run
 
@@ -110,3 +111,32 @@ def test_causes_have_their_evidence_a_command_and_a_fix(tmp_path: Path, capsys: 
     assert main([str(run), "--json"]) == 1
     (cause,) = json.loads(capsys.readouterr().out)
     assert (cause["title"], cause["level"]) == ("stale server", "delivery")
+
+
+def test_drift_compares_the_first_eight_tokens_of_an_answer() -> None:
+    """Ten tokens each, of two versions in the same contexts: the ninth and tenth are left out."""
+
+    def seen(version: int, *, logprob: float, step: int | None = None, score: float | None = None) -> SeenRollout:
+        sequence = TrainingSequence(
+            token_ids=np.arange(12, dtype=np.int32),
+            logprobs=np.full(10, logprob, np.float32),
+            spans=np.array([[2, 12, version]], np.int32),
+            finish_reason="stop",
+        )
+        scores = () if score is None else (np.full(10, score, np.float32),)
+        return SeenRollout(
+            group_id="0-0",
+            domain="d",
+            dataset="test",
+            problem="{}",
+            rollout=Rollout(attempt=0, reward=0.0, sequences=(sequence,), metrics={}, latency_s=1.0, num_llm_calls=1),
+            outcome="evaluation" if step is None else "trained",
+            step=step,
+            dispatched_version=version,
+            scores=tuple(ScoredSequence(sequence_id="", logprobs=s, entropy=s, altered=s > 0) for s in scores),
+        )
+
+    tests = [seen(0, logprob=-1.0), seen(4, logprob=-1.5)]
+    (drift,) = drifts_of(tests, [seen(1, logprob=-1.0, step=2, score=-1.25)])
+    assert (drift.first, drift.last, drift.contexts) == (0, 4, 8)
+    assert (drift.change, drift.apart) == (0.5, 0.25)

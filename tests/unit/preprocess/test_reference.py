@@ -32,3 +32,7 @@ def test_images_of_a_sequence_are_sent_with_the_places_of_their_tokens() -> None
     assert spans is not None
     assert spans.tolist() == [[0, 2], [3, 4]]
     assert asked(6).shown() == ((), None)
+
+
+def test_request_has_at_most_32768_tokens() -> None:
+    assert [len(batch) for batch in batches([asked(8192)] * 5)] == [4, 1]

@@ -191,3 +191,18 @@ def test_mixed_batch_has_the_gradient_of_its_rollouts_and_of_the_mean_nll(loss: 
         torch.testing.assert_close(
             found.grad, wanted.grad, rtol=1e-5, atol=2e-8, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_bad_rows_among_the_first_hundred_are_a_share_of_a_hundred() -> None:
+    """A tenth may be left out. Of 300 rows the first 11 are bad, and the 11th is one too many."""
+    bad = Conversation(messages=[{"role": "user", "content": "x" * 99}, MESSAGES[1]])
+
+    def used(count: int) -> int:
+        rows = [bad] * count + [conversation("ho")] * (300 - count)
+        made = SupervisedData(rows, ChatRenderer(TOKENIZER), per_step=1, seed=None, seq_length=64, max_left_out=0.1)
+        made.samples(0)
+        return made.num_left_out
+
+    assert used(10) == 10
+    with pytest.raises(DomainError, match=says("sft.max_left_out")):
+        used(11)
