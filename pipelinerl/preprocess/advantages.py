@@ -1,17 +1,6 @@
-"""Advantages of the members of one group (docs/algorithms.md §1). Pure functions, float64.
+"""Advantages of the members of one group (docs/algorithms.md §1, with worked examples). Pure functions, float64.
 
 The domain sets the reward mode, which is the same for all members of a group. It is never inferred from the rewards.
-With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps`, the
-baseline at step t is computed over the returns from t on of ALL members. A member that ended before t has the return 0
-there. With `texts` (PipelineRL's mode), it is computed over the texts at step t, so only over the members that reached
-step t.
-
-Worked example, `loo`, `steps`, rewards of three members a = (1, 2), b = (0, 1, 3), c = (2,):
-
-    return from step   0    1    2        advantage at step   0               1               2
-    a                  3    2    0        a                   3 − 3 = 0       2 − 2 = 0       –
-    b                  4    4    3        b                   4 − 2.5 = 1.5   4 − 1 = 3       3 − 0 = 3
-    c                  2    0    0        c                   2 − 3.5 = −1.5  –               –
 
 Shapes: n members of a group, K steps.
 """

@@ -1,14 +1,12 @@
 """Splits the gap between trainer and sampler into its causes, by comparing log-probabilities computed again. Pure.
 
-For every trained token there are three log-probabilities: μ of the server, π of the weights that trained it, and π_v of
-the weights that sampled it, which a replay computes on its way. They split the gap exactly:
+For every trained token there are three: μ of the server, π of the weights that trained it, and π_v of the weights that
+sampled it, which a replay computes on its way.
 
     log π − log μ = (log π − log π_v) + (log π_v − log μ)
 
-The first part is *staleness*. The second one is the server's difference with the same weights. On tokens whose sequence
-was sampled by one version this is *numerics*: precision, kernels, and of a mixture of experts its routing. What it is
-more on tokens behind an update in their sequence comes from the *kept KV cache*: keys and values of older weights.
-A server that samples from truncated distributions reports too high probabilities: then log π_v − log μ has one sign.
+The first part is staleness. The second is numerics on sequences of one version. Behind an update, what exceeds the
+numerics comes from keys and values of older weights. If it has one sign, the server samples from fewer tokens.
 """
 
 from collections.abc import Sequence
