@@ -310,7 +310,7 @@ def test_page_of_a_run_that_imitates_has_its_losses_and_no_figures_of_rollouts(r
 
 
 def test_only_the_first_200_rollouts_and_100_tokens_of_a_span_are_checked_to_be_text(text: TokenText) -> None:
-    good = seen(text, tokens=101)
+    good = seen(text, tokens=103)
 
     def with_unknown(place: int) -> SeenRollout:
         """The rollout with a token that the tokenizer does not have. Its second span begins at 3."""
