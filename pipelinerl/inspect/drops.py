@@ -12,7 +12,7 @@ HEADER = ("not trained", "attempts", "groups", "rollouts", "what happened", "wha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drops:
+class DropCounts:
     """Counts by reason, over all actors and preprocessors."""
 
     attempts: Counter[str] = field(default_factory=Counter)
@@ -25,7 +25,7 @@ class Drops:
     """Those that the actors published, for comparison, since the start of each."""
 
 
-def read_drops(run_dir: Path, replicas: int = 1) -> Drops:
+def read_drops(run_dir: Path, replicas: int = 1) -> DropCounts:
     """The counts in the newest metrics.
 
     Args:
@@ -44,10 +44,10 @@ def read_drops(run_dir: Path, replicas: int = 1) -> Drops:
         ):
             counts.update({reason: int(count) for reason, count in metric.found(point).items() if count})
         published += int(actor.get(ActorMetric.GROUPS) or 0)
-    return Drops(attempts=attempts, groups=groups, rollouts=rollouts, published_groups=published)
+    return DropCounts(attempts=attempts, groups=groups, rollouts=rollouts, published_groups=published)
 
 
-def drops_table(drops: Drops) -> list[tuple[str, ...]]:
+def drops_table(drops: DropCounts) -> list[tuple[str, ...]]:
     """One row of texts per reason that occurred, in the order of `DropReason`, as `HEADER` names them."""
     columns = (drops.attempts, drops.groups, drops.rollouts)
     occurred = {word for column in columns for word in column}
