@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -310,18 +311,20 @@ def test_page_of_a_run_that_imitates_has_its_losses_and_no_figures_of_rollouts(r
 
 
 def test_only_the_first_200_rollouts_and_100_tokens_of_a_span_are_checked_to_be_text(text: TokenText) -> None:
-    good = seen(text, tokens=103)
+    rollout = seen(text, tokens=103)
+    sequence = rollout.rollout.sequences[0]
 
-    def with_unknown(place: int) -> SeenRollout:
-        """The rollout with a token that the tokenizer does not have. Its second span begins at 3."""
-        ids = good.rollout.sequences[0].token_ids.copy()
-        ids[place] = 60_000
-        sequences = (msgspec.structs.replace(good.rollout.sequences[0], token_ids=ids),)
-        return SeenRollout(**{**vars(good), "rollout": msgspec.structs.replace(good.rollout, sequences=sequences)})
+    def with_unknown(*places: int) -> SeenRollout:
+        """104 times a token of plain text, but for ``places``. The second span begins at 3."""
+        ids = np.full_like(sequence.token_ids, sequence.token_ids[0])
+        ids[list(places)] = 60_000
+        sequences = (msgspec.structs.replace(sequence, token_ids=ids),)
+        return replace(rollout, rollout=msgspec.structs.replace(rollout.rollout, sequences=sequences))
 
-    assert len(good.rollout.sequences[0].token_ids) == 104
+    assert len(sequence.token_ids) == 104
     assert evidence.unreadable_share([with_unknown(102)], text) == pytest.approx(1 / 101)
     assert evidence.unreadable_share([with_unknown(103)], text) == 0.0
+    good = with_unknown()
     assert evidence.unreadable_share([*[good] * 199, with_unknown(3)], text) == pytest.approx(1 / 20_200)
     assert evidence.unreadable_share([*[good] * 200, with_unknown(3)], text) == 0.0
 
