@@ -14,7 +14,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address, Failed, Joined, JoinGroup
 from pipelinerl.weights.publish.versions import Dispatch
 from pipelinerl.weights.transfer.nccl import END_S, Groups
-from pipelinerl.weights.transfer.wire import MESSAGE, Connection, WireError
+from pipelinerl.weights.transfer.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,9 @@ class NcclGroups:
 
             with ThreadPoolExecutor(min(len(members), MEMBER_THREADS), thread_name_prefix="nccl-member") as pool:
                 for connection in pool.map(ask, range(len(members))):
-                    _take_reply(connection)
+                    reply: Joined | Failed = connection.receive_answer(_replies)
+                    if isinstance(reply, Failed):
+                        raise WireError(reply.error)
         except (WireError, WeightUpdateError) as error:
             for connection in connections:
                 connection.close()
@@ -203,12 +205,3 @@ class NcclGroups:
             with closing(connection), suppress(WireError):
                 connection.set_patience(END_S + GRACE_S)
                 connection.receive()
-
-
-def _take_reply(connection: Connection) -> None:
-    kind, length = connection.receive()
-    if kind != MESSAGE:
-        raise WireError(f"a frame of kind {kind} came instead of an answer")
-    reply: Joined | Failed = connection.read_message(length, _replies)
-    if isinstance(reply, Failed):
-        raise WireError(reply.error)

@@ -10,7 +10,7 @@ from pipelinerl.weights.protocol import Address, Describe, Description, Failed, 
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.transfer.checksum import added
 from pipelinerl.weights.transfer.nccl import Groups
-from pipelinerl.weights.transfer.wire import ALIVE, MESSAGE, Connection, WireError
+from pipelinerl.weights.transfer.wire import Connection
 
 _descriptions: msgspec.json.Decoder[Description | Failed] = msgspec.json.Decoder(Description | Failed)
 _files: msgspec.json.Decoder[Written | Failed] = msgspec.json.Decoder(Written | Failed)
@@ -54,7 +54,7 @@ class Ranks:
             own = self._own.write(order)
             while (written := own.reply(self._settings.timeout_s)) is None:
                 pass
-            answers = [written, *(_written(connection) for connection in connections)]
+            answers = [written, *(connection.receive_answer(_files) for connection in connections)]
         finally:
             for connection in connections:
                 connection.close()
@@ -78,13 +78,3 @@ class Ranks:
         if isinstance(answer, Failed):
             raise WeightUpdateError(f"the trainer rank at {rank}: {answer.error}")
         return answer
-
-
-def _written(connection: Connection) -> Written | Failed:
-    while True:
-        kind, length = connection.receive()
-        if kind == MESSAGE:
-            answer: Written | Failed = connection.read_message(length, _files)
-            return answer
-        if kind != ALIVE:
-            raise WireError(f"a trainer rank sent a frame of kind {kind}")

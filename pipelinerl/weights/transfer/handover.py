@@ -6,7 +6,7 @@ Each worker has one connection for the duration of the update. Hanging up abando
 import msgspec
 
 from pipelinerl.weights.protocol import Address, Failed, PullUpdate, Staged, WeightUpdateRequest
-from pipelinerl.weights.transfer.wire import ALIVE, MESSAGE, Connection, WireError
+from pipelinerl.weights.transfer.wire import Connection, WireError
 
 PATIENCE_S = 30.0
 """A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
@@ -40,14 +40,7 @@ class Handover:
         try:
             if self._is_given_up:
                 raise WireError("given up")
-            connection.send_message(PullUpdate(request=request))
-            while True:
-                kind, length = connection.receive()
-                if kind == MESSAGE:
-                    break
-                if kind != ALIVE:
-                    raise WireError(f"the worker sent a frame of kind {kind}")
-            reply: Staged | Failed = connection.read_message(length, _replies)
+            reply: Staged | Failed = connection.ask(PullUpdate(request=request), _replies)
         finally:
             connection.close()
         if isinstance(reply, Failed):

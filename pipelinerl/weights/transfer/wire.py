@@ -192,9 +192,15 @@ class Connection:
             raise WireError(f"not a message: {error}") from error
 
     def ask(self, question: msgspec.Struct, decoder: msgspec.json.Decoder[T]) -> T:
-        """Sends a question and returns the answer, which must be the next frame."""
+        """Sends a question and waits for the answer, as long as signs of life come."""
         self.send_message(question)
+        return self.receive_answer(decoder)
+
+    def receive_answer(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """Returns the next message, as long as signs of life come before it."""
         kind, length = self.receive()
+        while kind == ALIVE:
+            kind, length = self.receive()
         if kind != MESSAGE:
             raise WireError(f"a frame of kind {kind} came instead of an answer")
         return self.read_message(length, decoder)
@@ -206,9 +212,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection and ends every wait on it. Any thread may call it."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        self.interrupt()
         self._socket.close()
 
     def interrupt(self) -> None:
