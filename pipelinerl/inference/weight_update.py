@@ -23,7 +23,9 @@ from pipelinerl.weights.protocol import (
     PATH,
     STALE,
     Address,
+    Failed,
     Link,
+    PullUpdate,
     Staged,
     WeightCheck,
     WeightCheckRequest,
@@ -32,7 +34,7 @@ from pipelinerl.weights.protocol import (
     WeightUpdateFailure,
     WeightUpdateRequest,
 )
-from pipelinerl.weights.transfer.handover import Handover, TransferError
+from pipelinerl.weights.transfer.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,10 @@ POLL_S = 0.05
 CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
 """Added to the request's timeout, so that the workers' own deadline fires first and reports the reason."""
+PATIENCE_S = 30.0
+"""A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
 
+_replies: msgspec.json.Decoder[Staged | Failed] = msgspec.json.Decoder(Staged | Failed)
 _update_requests, _check_requests = msgspec.json.Decoder(WeightUpdateRequest), msgspec.json.Decoder(WeightCheckRequest)
 
 
@@ -191,6 +196,50 @@ class UpdateControl:
         """Reports which version is being fetched from a store. Empty = none."""
         self._reading = key
         self._announce(await self.info())
+
+
+class TransferError(WireError):
+    """A worker's transfer failed. ``links``: what the worker saw of its sources."""
+
+    def __init__(self, failed: Failed):
+        super().__init__(failed.error)
+        self.links = failed.links
+
+
+class Handover:
+    """The order to one worker to pull an update, over a connection of its own: neither engine nor decoding is involved.
+
+    Hanging up abandons the update.
+    """
+
+    def __init__(self, address: Address, secret: str):
+        self._address, self._secret = address, secret
+        self._connection: Connection | None = None
+        self._is_given_up = False
+
+    def run(self, request: WeightUpdateRequest) -> Staged:
+        """Blocks until the update is staged.
+
+        Raises:
+            TransferError: the transfer failed.
+            WireError: the worker is gone or frozen, or ``give_up`` was called.
+        """
+        self._connection = connection = Connection.dial(self._address, self._secret, PATIENCE_S)
+        try:
+            if self._is_given_up:
+                raise WireError("given up")
+            reply: Staged | Failed = connection.ask(PullUpdate(request=request), _replies)
+        finally:
+            connection.close()
+        if isinstance(reply, Failed):
+            raise TransferError(reply)
+        return reply
+
+    def give_up(self) -> None:
+        """Abandons the update. Any thread may call it."""
+        self._is_given_up = True
+        if self._connection is not None:
+            self._connection.interrupt()
 
 
 def _failed(reason: str, status: int, links: Sequence[Link] = ()) -> UpdateFailed:

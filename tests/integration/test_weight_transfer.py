@@ -15,9 +15,9 @@ import httpx
 import pytest
 import torch
 
+from pipelinerl.inference.weight_update import Handover
 from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import Failed, PayloadRange, WeightUpdateRequest
-from pipelinerl.weights.transfer.handover import Handover
 from pipelinerl.weights.transfer.wire import WireError
 from tests.says import says
 from tests.sender_kit import Senders, wait_for
