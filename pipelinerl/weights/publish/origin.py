@@ -32,9 +32,8 @@ from pipelinerl.weights.publish.snapshot import Snapshot, Snapshots
 from pipelinerl.weights.publish.versions import DeltaMode, SnapshotPlan
 from pipelinerl.weights.store.files import open_files
 from pipelinerl.weights.transfer.buffers import BufferRegistry
-from pipelinerl.weights.transfer.checksum import checksum
+from pipelinerl.weights.transfer.checksum import Sums, checksum
 from pipelinerl.weights.transfer.delta import encode_delta
-from pipelinerl.weights.transfer.gathering import Sums
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.weights.transfer.wire import view_of
 

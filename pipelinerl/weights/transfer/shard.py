@@ -18,6 +18,7 @@ import torch
 from pipelinerl.weights.layout import ALIGNMENT, Layout, spec_bytes, torch_dtype
 from pipelinerl.weights.protocol import ParamSpec, Runs
 from pipelinerl.weights.transfer.delta import changed_words
+from pipelinerl.weights.transfer.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -196,15 +197,17 @@ def gather_runs(runs: Sequence[Runs], stripe: torch.Tensor, first: int, start: i
         runs: in the order of their places.
         stripe: flat uint8, bytes ``first`` … of the version.
     Raises:
-        ValueError: a run lies outside the stripe.
+        WireError: the runs do not have these bytes, or one lies outside the stripe.
     """
+    if not runs or not runs[0].place <= start < end <= end_of(runs):
+        raise WireError(f"bytes {start} to {end} of a shard were asked for with {len(runs)} runs")
     bucket = torch.zeros(end - start, dtype=torch.uint8, device=stripe.device)
     index = max(bisect_right(runs, start, key=_place) - 1, 0)
     while index < len(runs) and runs[index].place < end:
         part = runs[index]
         low, high = max(start - part.place, 0), min(end - part.place, part.num_bytes)
         if part.first < first or part.end > first + stripe.numel():
-            raise ValueError(f"bytes {part.first} to {part.end} are not in a stripe of {stripe.numel()} from {first}")
+            raise WireError(f"bytes {part.first} to {part.end} are not in a stripe of {stripe.numel()} from {first}")
         if low < high:
             _copy_bytes(part, stripe, first, low, bucket[part.place + low - start : part.place + high - start])
         index += 1

@@ -39,8 +39,8 @@ from pipelinerl.weights.protocol import (
 )
 from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport, NcclTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry, OtherShardError, WithdrawnError
-from pipelinerl.weights.transfer.gathering import gathered
 from pipelinerl.weights.transfer.nccl import Groups, VllmNccl
+from pipelinerl.weights.transfer.shard import gather_runs
 from pipelinerl.weights.transfer.wire import (
     ALIVE,
     DATA,
@@ -228,8 +228,10 @@ class SourceServer:
                 if item is None:
                     continue
                 with self._registry.reading(item, connection):
-                    is_shard = item.shard == get.shard
-                    bucket = item.slice(start, end) if is_shard else gathered(item, get.runs, start, end)
+                    if item.shard == get.shard:
+                        bucket = item.slice(start, end)
+                    else:
+                        bucket = gather_runs(get.runs, item.buffer, item.first, start, end)
                     began = time.monotonic()
                     self._send_bucket(connection, bucket, bucket_transport)
                 self._leave_uplink(get, time.monotonic() - began)

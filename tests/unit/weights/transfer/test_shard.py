@@ -24,6 +24,7 @@ from pipelinerl.weights.transfer.shard import (
     staged_copies,
     staged_wholes,
 )
+from pipelinerl.weights.transfer.wire import WireError
 from tests.says import says
 from tests.tensor_parallel import gathered, put
 
@@ -227,7 +228,7 @@ def test_any_window_of_any_runs_is_read_as_numpy_would() -> None:
 
 @pytest.mark.parametrize("runs", [Runs(0, 900, 50, 50, 3), Runs(0, 90, 20, 20, 1), Runs(0, 1001, 8, 8, 1)])
 def test_runs_outside_a_stripe_are_refused(runs: Runs) -> None:
-    with pytest.raises(ValueError, match=says("stripe", 900, 100)):
+    with pytest.raises(WireError, match=says("stripe", 900, 100)):
         gather_runs([runs], torch.zeros(900, dtype=torch.uint8), 100, 0, 8)
 
 
