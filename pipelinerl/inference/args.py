@@ -30,8 +30,7 @@ from pipelinerl.config.variables import with_values
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_context_limit, find_model_shape
-from pipelinerl.weights.load.expert_recording import RECORD_VARIABLE
-from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE, PLUGIN, PLUGINS_VARIABLE
+from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE, PLUGIN, PLUGINS_VARIABLE, RECORD_VARIABLE
 from pipelinerl.weights.protocol import Averaging
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.network import listen_address

@@ -40,7 +40,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from pipelinerl.weights.load import small_layers, worker
+    from pipelinerl.weights.load import plugin, worker
 
     for name in ("Stream", "Event", "current_stream", "stream"):
         setattr(torch.cuda, name, Nothing)
@@ -60,5 +60,5 @@ def register() -> None:
             print(SCHEDULED, file=sys.stderr, flush=True)
 
     AsyncScheduler._update_after_schedule = update_and_tell  # type: ignore[method-assign]
-    small_layers.SMALL = sys.maxsize
+    plugin.SMALL = sys.maxsize
     worker.captures_graphs = lambda vllm_config: True  # type: ignore[attr-defined]

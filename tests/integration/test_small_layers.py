@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelinerl.weights.load.small_layers import SMALL, multiply_small_layers_plainly
+from pipelinerl.weights.load.plugin import SMALL, multiply_small_layers_plainly
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch, when vLLM is imported
 Dispatch = Callable[[nn.Module, bool], None]
