@@ -29,7 +29,7 @@ from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.export import exported_specs
 from pipelinerl.membership.role import leave
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.publish.snapshot import model_stripes
+from pipelinerl.weights.publish.origin import model_stripes
 from tests.trainer_kit import sending_rank
 
 MIB = 1 << 20

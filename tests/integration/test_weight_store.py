@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
+from pipelinerl.weights.publish.origin import STRIPE_UNIT
 from pipelinerl.weights.store import files, publisher
 from pipelinerl.weights.store.manifest import NAME
 from tests.sender_kit import wait_for

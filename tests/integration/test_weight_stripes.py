@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from benchmarks.receivers import forkserver
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.origin import STRIPE_UNIT, Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
 from pipelinerl.weights.transfer.checksum import added, checksum
 from tests.models import make_mixture, save_qwen2, save_with_words
 from tests.rank_processes import call_on_ranks

@@ -18,11 +18,10 @@ from pipelinerl.weights.publish.delivery import Pushing
 from pipelinerl.weights.publish.dispatch import chained
 from pipelinerl.weights.publish.links import HEADS, LinkTable
 from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, planned_groups, rounds
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, WeightUpdateError
 from pipelinerl.weights.publish.server_pool import ServerPool
-from pipelinerl.weights.publish.snapshot import model_stripes
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, View

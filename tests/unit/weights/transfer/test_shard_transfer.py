@@ -10,8 +10,7 @@ import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import Address, Describe, Staged, WeightUpdateRequest
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
-from pipelinerl.weights.publish.snapshot import model_stripes
+from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.chain import Route, chain, join
 from pipelinerl.weights.transfer.receiver import Receiver

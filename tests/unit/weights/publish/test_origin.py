@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.publish.snapshot import STRIPE_UNIT, Snapshots
+from pipelinerl.weights.publish.origin import STRIPE_UNIT, Snapshots
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.buffers import BufferRegistry, WithdrawnError
 
