@@ -30,7 +30,7 @@ from pipelinerl.weights.publish.dispatch import Dispatch, late
 from pipelinerl.weights.publish.links import LinkTable
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.weights.transfer.chain import bucket_bytes
 

@@ -32,7 +32,7 @@ from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.delivery import Pushing
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 
 MIB = 1 << 20
 BAR, LEARNED = 1.5, {1: 3, 2: 5}

@@ -41,7 +41,7 @@ from pipelinerl.plan.speed import gpu_named, predicted_pause_s
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.publish.server_client import UpdateOutcome
+from pipelinerl.weights.publish.servers import UpdateOutcome
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.world import Job, WorldMap

@@ -9,7 +9,7 @@ import torch
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.publish.server_client import UpdateOutcome
+from pipelinerl.weights.publish.servers import UpdateOutcome
 
 
 class Senders:

@@ -17,7 +17,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Address, Link, ParamSpec, WeightUpdateAnswer
 from pipelinerl.weights.publish.dispatch import chained, in_order, late
 from pipelinerl.weights.publish.links import SLOW, LinkTable, Server
-from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
+from pipelinerl.weights.publish.servers import ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer.puller import AHEAD_BUCKETS, LinkClock
 from pipelinerl.weights.transfer.source import IDLE_TELL_S, OLDER_SHARE, TELL_S

@@ -50,8 +50,8 @@ class Trainer:
 
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     """Yields a function that makes trainers, and closes them."""
-    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
-    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.COMING_S", 0.01)
+    monkeypatch.setattr("pipelinerl.weights.publish.servers.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.servers.COMING_S", 0.01)
     monkeypatch.setattr("pipelinerl.weights.publish.store_delivery.RETRY_S", 0.05)
     made: list[Trainer] = []
 

@@ -93,7 +93,7 @@ def forked() -> Iterator[None]:
 
 @pytest.fixture
 def campaign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Campaign]:
-    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.1)
+    monkeypatch.setattr("pipelinerl.weights.publish.servers.WATCH_S", 0.1)
     made = Campaign(*request.param)
     yield made
     made.close()

@@ -19,7 +19,7 @@ from pipelinerl.finetune.export import exported_specs
 from pipelinerl.finetune.model import Policy, add_adapters
 from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.publish.server_client import UpdateOutcome
+from pipelinerl.weights.publish.servers import UpdateOutcome
 from tests.integration.test_answers import BLOCK, ask
 from tests.integration.test_server import TOLERANCE, Trainer, error_of, misses_of, score, until, versions_of
 from tests.sender_kit import Senders

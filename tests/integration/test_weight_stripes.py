@@ -63,7 +63,7 @@ class Trainer:
 
 @pytest.fixture
 def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.servers.WATCH_S", 0.05)
     made: list[Trainer] = []
 
     def make(*servers: Any, **settings: Any) -> Trainer:

@@ -38,7 +38,7 @@ def holds(server: Any, version: int) -> bool:
 
 @pytest.fixture
 def make_sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Senders]]:
-    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.servers.WATCH_S", 0.05)
     made: list[Senders] = []
 
     def make(*servers: Any, **overrides: Any) -> Senders:

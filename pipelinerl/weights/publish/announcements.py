@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipelinerl.errors import ServersExpelledError
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, ProbePassed, WeightUpdateSuccess
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.verify.calibration import LogprobVerdict
 from pipelinerl.weights.verify.checker import Miss
 

@@ -14,8 +14,7 @@ from pipelinerl.weights.publish.links import SLOW, LinkTable, Server
 from pipelinerl.weights.publish.nccl_groups import NcclGroups, planned_groups
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
-from pipelinerl.weights.publish.server_client import FailedPullError, ServerClient, UpdateOutcome
-from pipelinerl.weights.publish.server_pool import ServerPool
+from pipelinerl.weights.publish.servers import FailedPullError, ServerClient, ServerPool, UpdateOutcome
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
 
 log = logging.getLogger(__name__)

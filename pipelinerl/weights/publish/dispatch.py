@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish.links import LinkTable
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer import chain
 

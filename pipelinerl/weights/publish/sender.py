@@ -23,8 +23,7 @@ from pipelinerl.weights.publish.announcements import Announcement, Announcements
 from pipelinerl.weights.publish.delivery import Delivery, Pushing
 from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
 from pipelinerl.weights.publish.ranks import Ranks
-from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
-from pipelinerl.weights.publish.server_pool import Fetching, ServerPool
+from pipelinerl.weights.publish.servers import Fetching, ServerClient, ServerPool, UpdateOutcome
 from pipelinerl.weights.publish.store_delivery import Publishing
 from pipelinerl.weights.publish.supervision import Supervision
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan

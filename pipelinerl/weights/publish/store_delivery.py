@@ -18,8 +18,7 @@ from pipelinerl.observability import spans
 from pipelinerl.weights.protocol import PayloadRange, Write
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
-from pipelinerl.weights.publish.server_client import UpdateOutcome
-from pipelinerl.weights.publish.server_pool import ServerPool
+from pipelinerl.weights.publish.servers import ServerPool, UpdateOutcome
 from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.weights.store.files import open_files
 from pipelinerl.weights.store.manifest import StoreError

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address, Description
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.transfer import chain
 
 RETRY = 64

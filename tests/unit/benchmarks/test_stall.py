@@ -7,7 +7,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish.dispatch import chained, in_order
 from pipelinerl.weights.publish.links import LinkTable
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.world import Job
 

@@ -13,7 +13,7 @@ from pipelinerl.errors import ConfigError, TransportError
 from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.testing import FakeServer
 from pipelinerl.utils import is_healthy
-from pipelinerl.weights.publish.server_pool import ServerPool
+from pipelinerl.weights.publish.servers import ServerPool
 from pipelinerl.weights.verify.probe import ProbeClient
 from pipelinerl.world import Job
 from pipelinerl.world.proxies import bypass, check_proxy, open_session

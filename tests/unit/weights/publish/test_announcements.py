@@ -8,7 +8,7 @@ from pipelinerl.errors import ServersExpelledError
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, ProbePassed, WeightUpdateSuccess
 from pipelinerl.weights.protocol import WeightUpdateAnswer
 from pipelinerl.weights.publish.announcements import Announcements
-from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
+from pipelinerl.weights.publish.servers import ServerClient, UpdateOutcome
 from pipelinerl.weights.verify.calibration import LogprobVerdict
 from pipelinerl.weights.verify.checker import Miss
 from pipelinerl.world import Job

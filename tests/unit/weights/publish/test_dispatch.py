@@ -11,7 +11,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Address, ParamSpec
 from pipelinerl.weights.publish.dispatch import chained, in_order, late
 from pipelinerl.weights.publish.links import LinkTable
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 
 TRAINER = Address("trainer", 1)

@@ -20,8 +20,7 @@ from pipelinerl.weights.publish.links import HEADS, LinkTable
 from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, planned_groups, rounds
 from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
 from pipelinerl.weights.publish.ranks import Ranks
-from pipelinerl.weights.publish.server_client import ServerClient, WeightUpdateError
-from pipelinerl.weights.publish.server_pool import ServerPool
+from pipelinerl.weights.publish.servers import ServerClient, ServerPool, WeightUpdateError
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, View

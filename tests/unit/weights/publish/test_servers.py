@@ -13,7 +13,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address, ParamSpec, PayloadRange, WeightUpdateRequest
 from pipelinerl.weights.publish.delivery import Pushing
 from pipelinerl.weights.publish.origin import SenderSettings
-from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.world import Job
 
 REQUEST = WeightUpdateRequest(
