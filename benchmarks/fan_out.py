@@ -28,11 +28,12 @@ from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish import delivery
 from pipelinerl.weights.publish.dispatch import Dispatch, late
 from pipelinerl.weights.publish.links import LinkTable
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.origin import Origin
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.weights.transfer.chain import bucket_bytes
+from tests.sender_kit import sender_settings
 
 MIB = 1 << 20
 TIMEOUT_S = 600.0
@@ -51,7 +52,7 @@ def push(
     """Bytes on each link and seconds of the last of some updates."""
     weights = {"w": torch.zeros(num_bytes, dtype=torch.uint8)}
     specs = [spec_of(*item) for item in weights.items()]
-    settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=TIMEOUT_S, stall_s=60.0)
+    settings = sender_settings(secret=SECRET, timeout_s=TIMEOUT_S, stall_s=60.0)
     name = uuid.uuid4().hex  # receivers still have the bytes of the push before
     origins = [Origin(settings, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
     for origin in origins:

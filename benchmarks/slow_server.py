@@ -30,9 +30,10 @@ from benchmarks.provenance import commit, machine
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.delivery import Pushing
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.origin import Origin
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.servers import ServerClient
+from tests.sender_kit import sender_settings
 
 MIB = 1 << 20
 BAR, LEARNED = 1.5, {1: 3, 2: 5}
@@ -111,7 +112,7 @@ def push_all(
     """
     weights = {"w": torch.zeros(case.mb * MIB, dtype=torch.uint8)}
     specs = [spec_of(*item) for item in weights.items()]
-    settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=timeout_s)
+    settings = sender_settings(secret=SECRET, timeout_s=timeout_s)
     origin = Origin(settings, sender=uuid.uuid4().hex)
     origin.source_server._pace = Uplink(rate)
     names = [one.job.name for one in running]

@@ -39,12 +39,12 @@ from pipelinerl.launcher.commands import role_environment
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
 from pipelinerl.plan.speed import gpu_named, predicted_pause_s
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.servers import UpdateOutcome
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.world import Job, WorldMap
+from tests.sender_kit import sender_settings
 
 SIZES = {"1M": (128, 4, 256), "20M": (512, 5, 2048), "100M": (768, 11, 4096)}
 """Name → hidden size, layers, vocabulary of a Qwen2 with a tied head."""
@@ -205,12 +205,12 @@ def pushed(
     jobs = [job, *beside]
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
     device = next(model.parameters()).device
-    settings = SenderSettings(
+    settings = sender_settings(
+        bucket_bytes=bucket_mb << 20,
         timeout_s=TIMEOUT_S,
         secret=secret,
         transport="ipc" if device.type == "cuda" else "tcp",
         device=device,
-        bucket_bytes=bucket_mb << 20,
     )
     sender = WeightSender(lambda: jobs, settings, lambda message: None)
     sender.origin.source_server._pace = pace or sender.origin.source_server._pace

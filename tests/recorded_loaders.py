@@ -45,9 +45,10 @@ from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.load.swap import PACKED_PRODUCT, Census, Swap, bare_model
 from pipelinerl.weights.load.worker import StagedWeightTransferEngine
 from pipelinerl.weights.protocol import Failed, ParamSpec, PayloadRange, Staged, WeightUpdateRequest
-from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.origin import Origin
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.shard import Shard, gather_runs, staged_copies, staged_wholes
+from tests.sender_kit import sender_settings
 
 CPU = torch.device("cpu")
 
@@ -168,7 +169,7 @@ class Updates:
 
     def __init__(self, config: Any, live: nn.Module):
         self.engine = StagedWeightTransferEngine(WeightTransferConfig(backend="staged"), config, CPU, live)
-        self.origin = Origin(SenderSettings(secret=os.environ[SECRET_VARIABLE]), sender="run", rank=0, ranks=1)
+        self.origin = Origin(sender_settings(secret=os.environ[SECRET_VARIABLE]), sender="run", rank=0, ranks=1)
 
     def __enter__(self) -> "Updates":
         return self

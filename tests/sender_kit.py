@@ -6,10 +6,23 @@ from typing import Any
 
 import torch
 
+from pipelinerl.config.keys import declared
+from pipelinerl.config.sections import WeightsSection
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.publish.servers import UpdateOutcome
+
+
+def weights_section(**given: Any) -> WeightsSection:
+    """The section `weights` with these keys, and the defaults of the others."""
+    return WeightsSection(**({key.last: key.default for key in declared(WeightsSection)} | given))
+
+
+def sender_settings(bucket_bytes: int = 1 << 20, **given: Any) -> SenderSettings:
+    """Settings of a sender. What is no setting of its own is a key of `weights`."""
+    own = {name: given.pop(name) for name in list(given) if name in SenderSettings.__dataclass_fields__}
+    return SenderSettings(**own, weights=weights_section(bucket_mb=bucket_bytes / 2**20, **given))
 
 
 class Senders:
@@ -24,7 +37,7 @@ class Senders:
         self.servers, self.announced = list(servers), list[Any]()
         self.sender = WeightSender(
             lambda: [server.job for server in self.servers],
-            SenderSettings(**({"bucket_bytes": 1 << 20} | settings)),
+            sender_settings(**settings),
             self.announced.append,
         )
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.weights.publish.origin import Origin, SenderSettings, StoreSettings
+from pipelinerl.weights.publish.origin import Origin
 from pipelinerl.weights.publish.sender import WeightSender
-from tests.sender_kit import take_on_all_ranks, wait_for
+from tests.sender_kit import sender_settings, take_on_all_ranks, wait_for
 
 SECRET = "unit-test-secret"
 RANKS = 3
@@ -19,8 +19,8 @@ class Trainer:
     """Several ranks of a trainer in this process, which write to a store."""
 
     def __init__(self, url: str, servers: list[Any], *, ranks: int = RANKS, keep: int = 2, **settings: Any):
-        given = {"secret": SECRET, "timeout_s": 60.0, "stall_s": 5.0, "store": StoreSettings(url=url, keep=keep)}
-        made = SenderSettings(**(given | settings))
+        given = {"secret": SECRET, "timeout_s": 60.0, "stall_s": 5.0, "store": url, "store_keep": keep}
+        made = sender_settings(**(given | settings))
         name = uuid.uuid4().hex
         self.origins = [Origin(made, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
         self.servers, self.announced = servers, list[Any]()

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.paths import weight_store
 from pipelinerl.config.servers import probe_tolerance, sends_adapter, takes_versions
 from pipelinerl.finetune.accumulate import held_out_loss, train_step
 from pipelinerl.finetune.archiving import open_scores
@@ -246,24 +247,21 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
     Args:
         announce: writes the sender's messages to topic `trainer`. None on all ranks but 0.
     """
-    from pipelinerl.weights.publish.origin import Origin, SenderSettings, store_settings
+    from pipelinerl.weights.publish.origin import Origin, SenderSettings
     from pipelinerl.weights.publish.sender import WeightSender
 
     weights = ctx.cfg.weights
     settings = SenderSettings(
         secret=os.environ[SECRET_VARIABLE],
         transport=ctx.world.transfer_backend(weights.backend),
-        bucket_bytes=int(weights.bucket_mb * 2**20),
-        timeout_s=weights.timeout_s,
-        stall_s=weights.stall_s,
+        weights=weights,
         patience_s=ctx.cfg.launcher.hang_timeout_s / 2,  # before the launcher blames a role that waits
         host=ctx.job.hostname,
         port=ctx.world.weight_port if engine.rank == 0 else 0,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
-        delta=weights.delta,
         probe_tolerance=probe_tolerance(ctx.cfg) if weights.probe else None,
         base=base_digest(ctx.cfg.model_path) if sends_adapter(ctx.cfg) else None,
-        store=store_settings(weights, ctx.run_dir) if weights.backend == "store" else None,
+        store=weight_store(weights.store, ctx.run_dir) if weights.backend == "store" else None,
     )
     name = engine.broadcast_object(uuid.uuid4().hex)
     origin = Origin(settings, sender=name, rank=engine.rank, ranks=engine.world_size)

@@ -9,6 +9,7 @@ from pipelinerl.membership.role import RoleContext, importing, run_role
 
 def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
+    from pipelinerl.config.paths import weight_store
     from pipelinerl.inference.args import averaging, first_rollouts, score_temperature, vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
     from pipelinerl.world.disk import plain_path
@@ -21,7 +22,6 @@ def main(context: RoleContext) -> None:
         from pipelinerl.inference.answers import require_sampling_parameters
         from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve
-        from pipelinerl.weights.load.store_follower import follower_settings
 
     for section in ("llm", "test_llm"):
         require_sampling_parameters(section, getattr(context.cfg, section).parameters)
@@ -38,7 +38,8 @@ def main(context: RoleContext) -> None:
     weights = context.cfg.weights
     service = Service(
         vllm=context.cfg.vllm_config,
-        follows=follower_settings(weights, context.run_dir) if is_policy and weights.backend == "store" else None,
+        weights=weights,
+        store=weight_store(weights.store, context.run_dir) if is_policy and weights.backend == "store" else None,
         score_temperature=score_temperature(context.cfg, job),
         averaging=averaging(context.cfg, job, context.run_dir),
         first_rollouts=first_rollouts(context.cfg, job.num_ranks, gpu_bytes) if is_policy else None,

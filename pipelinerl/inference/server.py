@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelinerl.chat.images import placeholder_of
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.sections.serving import VLLMSection
+from pipelinerl.config.sections.serving import VLLMSection, WeightsSection
 from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
@@ -37,7 +37,7 @@ from pipelinerl.inference.weight_update import SwapFailedError, UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollower
+from pipelinerl.weights.load.store_follower import StoreFollower
 from pipelinerl.weights.protocol import Address, Averaging, WeightInfo
 from pipelinerl.world import Span
 from pipelinerl.world.process import die_with_parent
@@ -122,14 +122,15 @@ class Service:
 
     vllm: VLLMSection
     """The servers' section of the configuration: an option of it is read where it acts."""
+    weights: WeightsSection
     score_temperature: float | None = None
     averaging: Averaging | None = None
     first_rollouts: int | None = None
     """Rollouts at a time that the server takes at first. Its lease then says how many, by its load. None = fixed."""
     span: Span | None = None
     """The server is node 0 of several."""
-    follows: FollowerSettings | None = None
-    """A policy server that fetches its weights from a store. None = it is told to pull them."""
+    store: str | None = None
+    """Where a policy server fetches its weights (`pipelinerl.config.paths.weight_store`). None = it is told to pull."""
 
 
 def serve(
@@ -207,8 +208,9 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
         updates = UpdateControl(
             VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken, announce=life.announce_weights
         )
-        if service.follows is not None:
-            StoreFollower(updates, asyncio.get_running_loop(), service.follows).start()
+        if service.store is not None:
+            loop = asyncio.get_running_loop()
+            StoreFollower(updates, loop, service.weights, url=service.store, secret=secret).start()
     _replace_routes(app, weight_update.control_router(updates))
     lean = Answers(
         client,

@@ -28,10 +28,11 @@ from pipelinerl.config.load import compose
 from pipelinerl.inference.access import RouteAccess
 from pipelinerl.inference.weight_update import UpdateControl, control_router
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollower
+from pipelinerl.weights.load.store_follower import StoreFollower
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
 from tests.ports import free_port
+from tests.sender_kit import weights_section
 
 START_S, STOP_S = 600.0, 180.0
 """Importing vLLM takes half a minute alone, and ten times as long on a busy machine."""
@@ -246,10 +247,10 @@ class Following:
         self.loop: Any = None
         self.follower: StoreFollower | None = None
 
-    def follow(self, url: str, **settings: Any) -> StoreFollower:
+    def follow(self, url: str) -> StoreFollower:
         """Begin to fetch versions from the store at ``url``."""
-        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 60.0, "stall_s": 5.0}
-        self.follower = StoreFollower(self._updates, self.loop, FollowerSettings(url=url, **(given | settings)))
+        weights = weights_section(store_poll_s=0.02, bucket_mb=1 / 64, timeout_s=60.0, stall_s=5.0)
+        self.follower = StoreFollower(self._updates, self.loop, weights, url=url, secret=SECRET)
         self.follower.start()
         return self.follower
 

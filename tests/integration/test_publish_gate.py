@@ -15,12 +15,12 @@ from pipelinerl.inspect.ledger import ledger_of, read_ledger
 from pipelinerl.records import ProbeMissed, Rollout, RolloutGroup, TrainingDone, WeightUpdateSuccess
 from pipelinerl.testing import FakeServer
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.verify.checker import Miss
 from pipelinerl.weights.verify.probe import ProbeText
 from tests.actor_run import ATTEMPTS, Run, answer_largest, make_runs
 from tests.integration.conftest import SECRET, ModelServer
+from tests.sender_kit import sender_settings
 from tests.waiting import wait_until
 
 GROUPS = 8
@@ -73,7 +73,7 @@ class Stage:
         run.start()
         self.sender = WeightSender(
             lambda: [server.job for server in servers],
-            SenderSettings(secret=SECRET, bucket_bytes=1 << 16, timeout_s=200, probe_tolerance=0.1),
+            sender_settings(secret=SECRET, bucket_bytes=1 << 16, timeout_s=200, probe_tolerance=0.1),
             run.trainer.write,
         )
         self.sender.check_with(ProbeText(token_ids=np.zeros((1, 8), dtype=np.int32)))
@@ -202,7 +202,7 @@ class Sending:
 
     def __init__(self, *servers: ProbedServer):
         self.servers, self.told = servers, list[Any]()
-        settings = SenderSettings(secret=SECRET, timeout_s=200, probe_tolerance=0.1)
+        settings = sender_settings(secret=SECRET, timeout_s=200, probe_tolerance=0.1)
         self.sender = WeightSender(lambda: [server.job for server in servers], settings, self.told.append)
         self.sender.check_with(ProbeText(token_ids=np.zeros((1, 8), dtype=np.int32)))
 

@@ -242,9 +242,9 @@ import sys, time
 import torch
 from transformers import AutoModelForCausalLM
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.world import Job
+from tests.sender_kit import sender_settings
 count = 0
 def pace(num_bytes):
     global count
@@ -254,7 +254,7 @@ def pace(num_bytes):
         time.sleep(600)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
-settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=6, secret=sys.argv[3])
+settings = sender_settings(timeout_s=6, secret=sys.argv[3])
 sender = WeightSender(lambda: [job], settings, lambda message: None)
 sender.origin.source_server._pace = pace
 sender.wait_for_servers(1, 60)

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from benchmarks.receivers import forkserver
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.publish.origin import STRIPE_UNIT, Origin, SenderSettings
+from pipelinerl.weights.publish.origin import STRIPE_UNIT, Origin
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.weights.transfer.checksum import added, checksum
 from tests.models import make_mixture, save_qwen2, save_with_words
 from tests.rank_processes import call_on_ranks
 from tests.ranks import stripes_rank
-from tests.sender_kit import take_on_all_ranks, wait_for
+from tests.sender_kit import sender_settings, take_on_all_ranks, wait_for
 from tests.zero3 import shard_everything
 
 SECRET = "unit-test-secret"
@@ -35,7 +35,7 @@ class Trainer:
     """The ends of several ranks in this process."""
 
     def __init__(self, servers: list[Any], **settings: Any):
-        made = SenderSettings(
+        made = sender_settings(
             **({"secret": SECRET, "bucket_bytes": 1 << 14, "timeout_s": 60.0, "stall_s": 60.0} | settings)
         )
         self.origins = [Origin(made, sender="run", rank=rank, ranks=RANKS) for rank in range(RANKS)]

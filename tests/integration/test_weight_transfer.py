@@ -345,11 +345,11 @@ CHILD = """
 import sys, time
 import torch
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.world import Job
+from tests.sender_kit import sender_settings
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
-settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=float(sys.argv[2]), secret="unit-test-secret")
+settings = sender_settings(timeout_s=float(sys.argv[2]), secret="unit-test-secret")
 sender, count = WeightSender(lambda: [job], settings, lambda message: None), 0
 def pace(num_bytes):
     global count

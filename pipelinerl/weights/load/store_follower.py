@@ -7,16 +7,12 @@ with the process. A version that is incomplete, changed or gone is not served, a
 import asyncio
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
-from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.paths import weight_store, without_credentials
+from pipelinerl.config.paths import without_credentials
 from pipelinerl.config.sections import WeightsSection
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout
@@ -41,29 +37,6 @@ LONGEST_PAUSE_S = 30.0
 """The pause doubles up to this while the same version cannot be taken."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FollowerSettings:
-    """Settings of `weights` that a server needs."""
-
-    url: str
-    secret: str
-    poll_s: float
-    bucket_bytes: int
-    timeout_s: float
-    stall_s: float
-
-
-def follower_settings(weights: WeightsSection, run_dir: Path) -> FollowerSettings:
-    return FollowerSettings(
-        url=weight_store(weights.store, run_dir),
-        secret=os.environ.get(SECRET_VARIABLE, ""),
-        poll_s=weights.store_poll_s,
-        bucket_bytes=int(weights.bucket_mb * 2**20),
-        timeout_s=weights.timeout_s,
-        stall_s=weights.stall_s,
-    )
-
-
 class Updates(Protocol):
     """The methods of `pipelinerl.inference.weight_update.UpdateControl` used here, from the server's loop."""
 
@@ -74,11 +47,19 @@ class Updates(Protocol):
 
 
 class StoreFollower:
-    """Keeps one server at the newest version of a store. ``loop`` is the server's, in which ``updates`` runs."""
+    """Keeps one server at the newest version of a store.
 
-    def __init__(self, updates: Updates, loop: asyncio.AbstractEventLoop, settings: FollowerSettings):
+    Args:
+        loop: the server's, in which ``updates`` runs.
+        url: the store (`pipelinerl.config.paths.weight_store`).
+    """
+
+    def __init__(
+        self, updates: Updates, loop: asyncio.AbstractEventLoop, settings: WeightsSection, *, url: str, secret: str
+    ):
         self._updates, self._loop, self._settings = updates, loop, settings
-        self._files = open_files(settings.url)
+        self._url, self._secret = url, secret
+        self._files = open_files(url)
         self._held: Precedence | None = None
         self.failures = 0
         """Versions that could not be taken, and looks that failed."""
@@ -98,11 +79,11 @@ class StoreFollower:
         self._thread.join()
 
     def _run(self) -> None:
-        pause_s = self._settings.poll_s
+        pause_s = self._settings.store_poll_s
         while not self._closed.wait(pause_s):
             try:
                 self._look()
-                pause_s, self.reason = self._settings.poll_s, ""
+                pause_s, self.reason = self._settings.store_poll_s, ""
             except WeightUpdateError as error:
                 self._failed(str(error))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -120,7 +101,7 @@ class StoreFollower:
         content = self._files.get(NAME, MAX_BYTES)
         if content is None:
             return
-        manifest = unsealed(content, self._settings.secret)
+        manifest = unsealed(content, self._secret)
         if self._held is not None and manifest.order < self._held:
             raise StoreError(f"{NAME} is older than what this server has: {manifest.order} < {self._held}")
         if manifest.order != self._held:
@@ -147,7 +128,7 @@ class StoreFollower:
         )
 
     def _layout(self, file: StoredFile) -> Layout:
-        return _read_layout(self._settings.url, file)
+        return _read_layout(self._url, file)
 
     def _check_sizes(self, step: Step) -> None:
         """Finds files that are cut off or gone before any memory is changed for them."""
@@ -170,11 +151,11 @@ class StoreFollower:
             params=layout.specs,
             workers=tuple(routes),
             transport="tcp",
-            bucket_bytes=settings.bucket_bytes,
+            bucket_bytes=int(settings.bucket_mb * 2**20),
             timeout_s=settings.timeout_s,
             stall_s=settings.stall_s,
             base_version=step.base_version,
-            store=settings.url,
+            store=self._url,
             is_last=step.version == manifest.version,
         )
 
@@ -187,7 +168,7 @@ class StoreFollower:
         if is_new:
             log.warning(
                 "event=version_not_fetched store=%s failures=%d reason=%s",
-                *(without_credentials(self._settings.url), self.failures, reason),
+                *(without_credentials(self._url), self.failures, reason),
             )
 
 

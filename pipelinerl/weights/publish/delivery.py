@@ -54,11 +54,11 @@ class Pushing:
     ):
         self._ranks, self._settings = ranks, settings
         self._sender, self._wake = sender, wake
-        self._delta = DeltaChoice(settings.delta)
+        self._delta = DeltaChoice(settings.weights.delta)
         self.links = LinkTable()
         self._groups = None
         if settings.transport == "nccl":
-            self._groups = NcclGroups(ranks.nccl, sender, settings.secret, settings.stall_s)
+            self._groups = NcclGroups(ranks.nccl, sender, settings.secret, settings.weights.stall_s)
 
     def wants_delta(self) -> bool:
         return self._delta.next()
@@ -86,7 +86,7 @@ class Pushing:
                 await asyncio.to_thread(self._groups.bring, planned_groups(dispatches, self._ranks.addresses))
         else:
             holders = [m for m in pool if m.serves == pending.version and not m.is_suspect]
-            patience_s = SLOW * self.links.expected_s(pending.layout.num_bytes) + self._settings.stall_s
+            patience_s = SLOW * self.links.expected_s(pending.layout.num_bytes) + self._settings.weights.stall_s
             dispatches = late(
                 pending,
                 ready,
@@ -108,8 +108,8 @@ class Pushing:
             workers=dispatch.route,
             transport=self._settings.transport,
             bucket_bytes=dispatch.bucket_bytes,
-            timeout_s=RECEIVE_SHARE * self._settings.timeout_s,
-            stall_s=self._settings.stall_s,
+            timeout_s=RECEIVE_SHARE * self._settings.weights.timeout_s,
+            stall_s=self._settings.weights.stall_s,
             base_version=dispatch.base_version,
         )
         client.held = None
@@ -124,7 +124,7 @@ class Pushing:
         started, began, answer, reason = time.monotonic(), time.time_ns(), None, ""
         seen: Sequence[Link] = ()
         try:
-            answer = await client.post(request, self._settings.timeout_s)
+            answer = await client.post(request, self._settings.weights.timeout_s)
             seen = answer.links
         except WeightUpdateError as error:
             reason = str(error)

@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipelinerl.config.backends import TransportName
-from pipelinerl.config.paths import weight_store
 from pipelinerl.config.sections import WeightsSection
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout, StripeBuffer
@@ -33,7 +31,7 @@ from pipelinerl.weights.protocol import (
     Written,
     payload_key,
 )
-from pipelinerl.weights.publish.versions import DeltaMode, SnapshotPlan
+from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.store.files import open_files
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.chain import stripes
@@ -49,31 +47,13 @@ DESCRIBED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    """Settings of `weights.backend=store`."""
-
-    url: str
-    """A folder, or an fsspec URL."""
-    keep: int = 2
-    """Versions that stay in any case."""
-
-
-def store_settings(weights: WeightsSection, run_dir: Path) -> StoreSettings:
-    return StoreSettings(url=weight_store(weights.store, run_dir), keep=weights.store_keep)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SenderSettings:
-    """Settings of weight updates."""
+    """Settings of weight updates: those of the configuration, and what else the trainer's ranks need."""
 
     secret: str
     """The run's secret."""
+    weights: WeightsSection
     transport: TransportName = "tcp"
-    bucket_bytes: int = 8 << 20
-    timeout_s: float = 120.0
-    """A server that has not taken an update within this time leaves service."""
-    stall_s: float = 5.0
-    """A worker leaves a source that has sent no byte for so long."""
     patience_s: float = 600.0
     """The updates end with an error if every server has refused them for so long."""
     host: str = "127.0.0.1"
@@ -82,14 +62,16 @@ class SenderSettings:
     """0 = any free port."""
     device: torch.device | str = "cpu"
     """Where buckets must lie for NCCL and IPC. Snapshots lie in host memory."""
-    delta: DeltaMode = False
-    """Send only the changes to servers that hold the previous version, if that is smaller. ``auto``: and faster."""
     probe_tolerance: float | None = None
-    """`weights.probe_tolerance` for checking that servers use their weights (`weight checker`). None = no checks."""
+    """Noise of a healthy server in nats (`weights.probe_tolerance`, with `auto` decided). None = no checks."""
     base: str | None = None
     """`base_files.base_digest` of the base, where an adapter is sent alone. None = all weights are sent."""
-    store: StoreSettings | None = None
-    """Where versions are written. None = servers pull them from the ranks."""
+    store: str | None = None
+    """Folder or fsspec URL where versions are written. None = servers pull them from the ranks."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.weights.bucket_mb * 2**20)
 
 
 def model_stripes(layout: Layout, ranks: int) -> list[tuple[int, int]]:
@@ -175,7 +157,7 @@ class Origin:
     def __init__(self, settings: SenderSettings, *, sender: str, rank: int = 0, ranks: int = 1):
         self.sender, self.ranks = sender, ranks
         self._settings, self._rank = settings, rank
-        self._is_described = bool(settings.delta or settings.store) or settings.probe_tolerance is not None
+        self._is_described = bool(settings.weights.delta or settings.store) or settings.probe_tolerance is not None
         device, registry = _indexed(torch.device(settings.device)), BufferRegistry()
         self.source_server = SourceServer(
             registry,
@@ -240,7 +222,7 @@ class Origin:
         Raises:
             WeightUpdateError: the version was not taken within `weights.timeout_s`.
         """
-        return self._find(order.version)[1].result(self._settings.timeout_s)
+        return self._find(order.version)[1].result(self._settings.weights.timeout_s)
 
     def write(self, order: Write) -> "Writing":
         """Starts to write this rank's stripe of a version to the store. The stripe stays until that has ended."""
@@ -250,7 +232,7 @@ class Origin:
         return Writing(future)
 
     def _find(self, version: int) -> tuple[Snapshot, "Future[Description]"]:
-        timeout_s = self._settings.timeout_s
+        timeout_s = self._settings.weights.timeout_s
         with self._taken:
             if not self._taken.wait_for(lambda: version in self._described, timeout_s):
                 raise WeightUpdateError(f"this rank has not taken version {version} within {timeout_s:g} s")
@@ -281,7 +263,7 @@ class Origin:
         if item is None:
             raise WeightUpdateError(f"version {order.version} is no longer here")
         name = f"{order.prefix}-{order.version}-{self._rank}.{kind}"
-        return Written(file=open_files(self._settings.store.url).put(name, view_of(item.buffer)))
+        return Written(file=open_files(self._settings.store).put(name, view_of(item.buffer)))
 
 
 class Writing:

@@ -49,10 +49,10 @@ class Ranks:
         connections = []
         try:
             for rank in self.addresses[1:num_stripes]:
-                connections.append(Connection.dial(rank, self._settings.secret, self._settings.timeout_s))
+                connections.append(Connection.dial(rank, self._settings.secret, self._settings.weights.timeout_s))
                 connections[-1].send_message(order)
             own = self._own.write(order)
-            while (written := own.reply(self._settings.timeout_s)) is None:
+            while (written := own.reply(self._settings.weights.timeout_s)) is None:
                 pass
             answers = [written, *(connection.receive_answer(_files) for connection in connections)]
         finally:
@@ -70,7 +70,7 @@ class Ranks:
         question = Describe(version=version)
         if rank == self._own.address:
             return self._own.describe(question)
-        connection = Connection.dial(rank, self._settings.secret, self._settings.timeout_s)
+        connection = Connection.dial(rank, self._settings.secret, self._settings.weights.timeout_s)
         try:
             answer: Description | Failed = connection.ask(question, _descriptions)
         finally:

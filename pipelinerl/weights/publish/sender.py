@@ -76,7 +76,7 @@ class WeightSender:
             self._checker = WeightChecker(
                 secret=settings.secret,
                 tolerance=settings.probe_tolerance,
-                timeout_s=settings.timeout_s,
+                timeout_s=settings.weights.timeout_s,
                 report=lambda miss: self._loop.call(lambda: self._queue_miss(miss)),
                 passed=lambda: self._loop.wake(),
                 base=settings.base,
@@ -112,7 +112,7 @@ class WeightSender:
     @property
     def is_busy(self) -> bool:
         """Whether servers that keep up are still pulling the newest version, which ``send`` would interrupt."""
-        return self._pending_version is not None and self._pending_version.is_open(self._settings.stall_s)
+        return self._pending_version is not None and self._pending_version.is_open(self._settings.weights.stall_s)
 
     def plan(self) -> SnapshotPlan:
         """Decides for all ranks how they take the next version."""

@@ -42,11 +42,11 @@ class Publishing:
         assert settings.store is not None
         self._ranks, self._settings, self._wake = ranks, settings, wake
         self._publisher = Publisher(
-            open_files(settings.store.url),
+            open_files(settings.store),
             secret=settings.secret,
             sender=sender,
-            keep=settings.store.keep,
-            grace_s=settings.stall_s,
+            keep=settings.weights.store_keep,
+            grace_s=settings.weights.stall_s,
         )
         self._task: asyncio.Task[None] | None = None
         self._failing_since: float | None = None
@@ -56,7 +56,7 @@ class Publishing:
         """When the offered version was published, and its bytes."""
 
     def wants_delta(self) -> bool:
-        return bool(self._settings.delta)
+        return bool(self._settings.weights.delta)
 
     def missed(self) -> None:
         self._is_missed = True
@@ -146,7 +146,7 @@ class Publishing:
                     done.set_result(result)
 
         threading.Thread(target=run, name="weight-store", daemon=True).start()
-        timeout_s = self._settings.timeout_s
+        timeout_s = self._settings.weights.timeout_s
         try:
             return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
         except TimeoutError:
@@ -158,6 +158,6 @@ class Publishing:
             self._failing_since = started
         self._retry_at = now + RETRY_S
         log.warning("event=version_not_published version=%d reason=%s", version, error)
-        if now - self._failing_since >= self._settings.timeout_s:
-            timeout = f"weights.timeout_s={self._settings.timeout_s:g} s"
+        if now - self._failing_since >= self._settings.weights.timeout_s:
+            timeout = f"weights.timeout_s={self._settings.weights.timeout_s:g} s"
             raise WeightUpdateError(f"version {version} could not be published for {timeout}: {error}") from error

@@ -12,9 +12,9 @@ import pytest
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address, ParamSpec, PayloadRange, WeightUpdateRequest
 from pipelinerl.weights.publish.delivery import Pushing
-from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.world import Job
+from tests.sender_kit import sender_settings
 
 REQUEST = WeightUpdateRequest(
     sender="t",
@@ -60,7 +60,7 @@ async def test_update_that_ends_with_any_error_ends_so_that_the_server_is_sent_t
         raise ZeroDivisionError("a proxy's own")
 
     ended: list[Any] = []
-    pushing = Pushing(cast(Any, None), SenderSettings(secret="x"), sender="t", wake=lambda: ended.append("woken"))
+    pushing = Pushing(cast(Any, None), sender_settings(secret="x"), sender="t", wake=lambda: ended.append("woken"))
     pending: Any = SimpleNamespace(end=lambda name, is_served: ended.append((name, is_served)), update=1)
     async with client_of(answer) as client:
         client.update = asyncio.current_task()

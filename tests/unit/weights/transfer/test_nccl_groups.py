@@ -18,7 +18,7 @@ from pipelinerl.weights.publish.delivery import Pushing
 from pipelinerl.weights.publish.dispatch import chained
 from pipelinerl.weights.publish.links import HEADS, LinkTable
 from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, planned_groups, rounds
-from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
+from pipelinerl.weights.publish.origin import Origin, model_stripes
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.servers import ServerClient, ServerPool, WeightUpdateError
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan
@@ -26,7 +26,7 @@ from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, View
 from pipelinerl.world import Job
 from tests.fake_nccl import Network
-from tests.sender_kit import wait_for
+from tests.sender_kit import sender_settings, wait_for
 
 SECRET, STALL_S = "x", 20.0
 COLUMNS = 4096
@@ -112,7 +112,7 @@ def running(
     monkeypatch: pytest.MonkeyPatch, network: Network, servers: int, tp: int, ranks: int, stall_s: float = STALL_S
 ) -> Iterator[Run]:
     monkeypatch.setattr("pipelinerl.weights.transfer.source.VllmNccl", lambda device: network.process())
-    settings = SenderSettings(secret=SECRET, transport="nccl", bucket_bytes=1 << 20, stall_s=stall_s)
+    settings = sender_settings(secret=SECRET, transport="nccl", bucket_bytes=1 << 20, stall_s=stall_s)
     origins = [Origin(settings, sender="s", rank=rank, ranks=ranks) for rank in range(ranks)]
     made = []
     for place in range(servers):

@@ -10,11 +10,12 @@ from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.load.learning import learn
 from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.protocol import Failed, Staged, WeightUpdateRequest
-from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
+from pipelinerl.weights.publish.origin import Origin, model_stripes
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.chain import Route, chain, join
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.shard import LoadPlan, Shard, staged_copies
+from tests.sender_kit import sender_settings
 from tests.tensor_parallel import Decoder, Shape, Weights, gathered, put
 
 SECRET = "unit-test-secret"
@@ -122,7 +123,7 @@ class Fleet:
         self.given = self.shape.weights()
         self.layout = layout_of(self.given)
         self.shards = [shard_of(self.shape, self.layout, 2, rank, SIZE) for rank in range(SIZE)]
-        self.origins = [Origin(SenderSettings(secret=SECRET), sender="run", rank=rank, ranks=2) for rank in range(2)]
+        self.origins = [Origin(sender_settings(secret=SECRET), sender="run", rank=rank, ranks=2) for rank in range(2)]
         self.servers: list[list[Worker]] = []
 
     def start(self, *, dies_after: int | None = None) -> list[Worker]:

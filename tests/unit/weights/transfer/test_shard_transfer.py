@@ -10,11 +10,12 @@ import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import Address, Describe, Staged, WeightUpdateRequest
-from pipelinerl.weights.publish.origin import Origin, SenderSettings, model_stripes
+from pipelinerl.weights.publish.origin import Origin, model_stripes
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.chain import Route, chain, join
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, View, staged_copies
+from tests.sender_kit import sender_settings
 
 SECRET = "unit-test-secret"
 BUCKET = 64 << 10
@@ -81,7 +82,7 @@ class Update:
     """Two trainer ranks, and two servers of two workers that pull from them."""
 
     def __init__(self, *, is_learned: bool = True) -> None:
-        settings = SenderSettings(secret=SECRET, delta=True)
+        settings = sender_settings(secret=SECRET, delta=True)
         self.origins = [Origin(settings, sender="run", rank=rank, ranks=2) for rank in range(2)]
         self.servers = [[Worker(rank, is_learned=is_learned) for rank in range(2)] for _ in range(2)]
         self._stripes = model_stripes(LAYOUT, 2)
@@ -262,7 +263,7 @@ def _resident(key: str) -> int:
 
 
 def test_worker_of_four_needs_its_shard_and_two_buckets_at_most() -> None:
-    origin = Origin(SenderSettings(secret=SECRET), sender="run")
+    origin = Origin(sender_settings(secret=SECRET), sender="run")
     given = weights(0, ROWS)
     ours, theirs = multiprocessing.Pipe()
     try:
