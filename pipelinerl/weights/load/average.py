@@ -76,7 +76,8 @@ class Average:
             self._writing.join()
         sender, _, number = key.rpartition("/")
         version, theirs = int(number), staged.view(_common_dtype(layout))
-        self._make_room(_form_of(layout, shard), theirs)
+        form = hashlib.sha256(msgspec.json.encode(layout.specs)).hexdigest()[:16] if shard is None else shard.name
+        self._make_room(form, theirs)
         before, self._held = self._version_before(sender, version), None  # a blend that fails leaves an unknown average
         if before is None:
             log.log(logging.WARNING if version else logging.INFO, "event=average_begins version=%d", version)
@@ -157,9 +158,3 @@ def _common_dtype(layout: Layout) -> torch.dtype:
             "a `model_path` in `teachers` instead of `ema`"
         )
     return torch_dtype(dtypes.pop())
-
-
-def _form_of(layout: Layout, shard: Shard | None) -> str:
-    if shard is not None:
-        return shard.name
-    return hashlib.sha256(msgspec.json.encode(layout.specs)).hexdigest()[:16]

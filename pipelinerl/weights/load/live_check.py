@@ -27,12 +27,9 @@ def differing(copies: Iterable[StagedCopy], live: Mapping[str, torch.Tensor], st
     """
     for copy in copies:
         target = copy.target_view.read(live[copy.target])
-        if not _same_bits(target, copy.source(staged).to(target)):
+        source = copy.source(staged).to(target)
+        if not torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8)):
             yield copy.target
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 COMPARED = 32

@@ -113,7 +113,7 @@ class StoreFollower:
 
     def _fetch(self, manifest: StoreManifest) -> None:
         steps = manifest.steps_from(self._held)
-        layout = self._layout(manifest.layout)
+        layout = _read_layout(self._url, manifest.layout)
         if steps[0].base_version is None and steps[0].num_bytes != layout.num_bytes:
             raise StoreError(f"version {steps[0].version} has {steps[0].num_bytes} bytes, not {layout.num_bytes}")
         for step in steps:
@@ -126,9 +126,6 @@ class StoreFollower:
             "event=version_fetched version=%d bytes=%d steps=%d transfer_ms=%.0f from=%s",
             *(manifest.version, sum(step.num_bytes for step in steps), len(steps), answer.transfer_ms, held),
         )
-
-    def _layout(self, file: StoredFile) -> Layout:
-        return _read_layout(self._url, file)
 
     def _check_sizes(self, step: Step) -> None:
         """Finds files that are cut off or gone before any memory is changed for them."""

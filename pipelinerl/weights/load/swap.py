@@ -87,11 +87,6 @@ class Swap:
         return swap
 
     @property
-    def bare(self) -> Any:
-        """The module tree without memory."""
-        return self._bare
-
-    @property
     def packed(self) -> frozenset[str]:
         """Weights that the live model keeps packed."""
         return frozenset(weight.name for weight in self._packed)

@@ -158,7 +158,9 @@ class Origin:
         self.sender, self.ranks = sender, ranks
         self._settings, self._rank = settings, rank
         self._is_described = bool(settings.weights.delta or settings.store) or settings.probe_tolerance is not None
-        device, registry = _indexed(torch.device(settings.device)), BufferRegistry()
+        device, registry = torch.device(settings.device), BufferRegistry()
+        if device.type == "cuda" and device.index is None:  # communicators compare devices including their index
+            device = torch.device("cuda", torch.cuda.current_device())
         self.source_server = SourceServer(
             registry,
             secret=settings.secret,
@@ -282,10 +284,3 @@ class Writing:
 
     def abandon(self) -> None:
         """Does nothing: a file that nobody waits for is removed later."""
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Adds the index to a CUDA device, because communicators compare devices including their index."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

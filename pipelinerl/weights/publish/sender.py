@@ -89,7 +89,10 @@ class WeightSender:
             changed=lambda: self._loop.wake(),
             fetching=None if settings.store is None else Fetching(self.origin.sender, reports),
         )
-        self._delivery = self._make_delivery()
+        deliver: type[Pushing | Publishing] = Pushing if settings.store is None else Publishing
+        self._delivery: Delivery = deliver(
+            self._ranks, settings, sender=self.origin.sender, wake=lambda: self._loop.wake()
+        )
         self._loop = Supervision(self._bring_up_to_date, self._end)
         self._loop.start()
 
@@ -206,12 +209,6 @@ class WeightSender:
             self._checker.close()
         self.origin.close()
         self._ranks.close()
-
-    def _make_delivery(self) -> Delivery:
-        settings, sender = self._settings, self.origin.sender
-        if settings.store is not None:
-            return Publishing(self._ranks, settings, sender=sender, wake=lambda: self._loop.wake())
-        return Pushing(self._ranks, settings, sender=sender, wake=lambda: self._loop.wake())
 
     # The supervising loop
 

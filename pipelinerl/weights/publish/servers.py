@@ -110,10 +110,6 @@ class ServerClient:
             )
             self.drop()
 
-    def fetch(self, outcome: "UpdateOutcome") -> None:
-        """Records what it took for the server to fetch the version that it serves."""
-        self.last = outcome
-
     def report(self, serves: int | None) -> bool:
         """Records which version the server says that it serves. Returns whether it is another one."""
         before, self.serves = self.serves, None if self.is_expelled else serves
@@ -319,30 +315,24 @@ class ServerPool:
 
     def record_info(self, client: ServerClient, info: WeightInfo | str | None) -> None:
         """Updates the client from the server's answer."""
-        before = client.is_up, client.serves
+        before, checker = (client.is_up, client.serves), self.checker_of(client)
         label = info.weight_version if isinstance(info, WeightInfo) else info
         if client.serves is not None and label in (FROM_FILE, GONE):
             log.warning("event=server_lost_weights server=%s version=%s", client.name, label)
             client.drop()
-            if checker := self.checker_of(client):
+            if checker is not None:
                 checker.stop_check(client.name)
         if isinstance(info, WeightInfo):
             client.workers, self._infos[client.name] = info.workers, info
             client.has_answered = True
-            takes_weights = bool(info.workers) or self._fetching is not None
-            client.is_up = takes_weights and not client.is_expelled and self._admits(client, info.weight_version)
+            may_serve = not client.is_expelled and (bool(info.workers) or self._fetching is not None)
+            client.is_up = may_serve and (checker is None or checker.admits(client.name, info.weight_version))
             if self._fetching is not None:
-                self._record_version(client, self._fetching.version(info.serving), info.serving)
+                is_refused = self._refused.get(client.name) == info.serving
+                serves = None if is_refused else self._fetching.version(info.serving)
+                if client.report(serves) and client.serves is not None and checker is not None:
+                    checker.start_check(client.name, client.serves)
         else:
             client.is_up, client.is_suspect, client.refused_at = False, True, None
         if (client.is_up, client.serves) != before:
             self._changed()
-
-    def _record_version(self, client: ServerClient, version: int | None, key: str) -> None:
-        version = None if self._refused.get(client.name) == key else version
-        if client.report(version) and client.serves is not None and (checker := self.checker_of(client)):
-            checker.start_check(client.name, client.serves)
-
-    def _admits(self, client: ServerClient, label: str) -> bool:
-        checker = self.checker_of(client)
-        return checker is None or checker.admits(client.name, label)

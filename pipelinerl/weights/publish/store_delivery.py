@@ -84,7 +84,7 @@ class Publishing:
             pending.end(client.name, is_served=True)
             if client.last is None or client.last.version != pending.version:
                 seconds = time.monotonic() - self._published[0]
-                client.fetch(UpdateOutcome(version=pending.version, num_bytes=self._published[1], seconds=seconds))
+                client.last = UpdateOutcome(version=pending.version, num_bytes=self._published[1], seconds=seconds)
 
     async def _publish(self, pending: PendingVersion, pool: ServerPool) -> None:
         """Tries to publish the version. The offer stays new if that fails.

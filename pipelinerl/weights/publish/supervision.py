@@ -81,7 +81,8 @@ class Supervision:
             log.error("event=weight_updates_ended error=%s", error)
             self._error = error
         finally:
-            self._loop.run_until_complete(self._close_loop())
+            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
             self.notify()
 
@@ -94,7 +95,3 @@ class Supervision:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), TICK_S)
             self._woken.clear()
-
-    async def _close_loop(self) -> None:
-        await self._end()
-        await self._loop.shutdown_default_executor()

@@ -154,8 +154,5 @@ class PendingVersion:
             self._first = time.monotonic()
 
     def is_open(self, stall_s: float) -> bool:
-        return self._pending is None or (bool(self._pending) and not self._is_late(stall_s))
-
-    def _is_late(self, stall_s: float) -> bool:
-        """Whether a server that ends now is more than ``stall_s`` later than the first."""
-        return self._first is not None and time.monotonic() - self._first > stall_s
+        is_late = self._first is not None and time.monotonic() - self._first > stall_s
+        return self._pending is None or (bool(self._pending) and not is_late)

@@ -97,7 +97,10 @@ class Publisher:
 
     def extends(self, version: int, base_version: int | None, lengths: Sequence[tuple[int, int]]) -> bool:
         """Whether the difference from ``base_version`` may be published: (start, end) of each stripe's."""
-        ranges = tuple(PayloadRange(start=s, end=e, file=self._unwritten(e - s)) for s, e in lengths)
+        ranges = tuple(
+            PayloadRange(start=s, end=e, file=StoredFile(name="unwritten", sha256="0" * 64, num_bytes=e - s))
+            for s, e in lengths
+        )
         return base_version is not None and self._steps(version, base_version, ranges) is not None
 
     def publish(
@@ -149,9 +152,6 @@ class Publisher:
     ) -> tuple[Step, ...] | None:
         step = Step(version=version, base_version=base_version, ranges=ranges)
         return (step,) if base_version is None else extended(self._manifest, step)
-
-    def _unwritten(self, num_bytes: int) -> StoredFile:
-        return StoredFile(name="unwritten", sha256="0" * 64, num_bytes=num_bytes)
 
     def _former(self) -> StoreManifest | None:
         """The manifest of an earlier process of this run. None if there is none, or it is another run's."""

@@ -242,10 +242,6 @@ def _place(runs: Runs) -> int:
     return runs.place
 
 
-def _held(runs: Runs, shard: torch.Tensor) -> torch.Tensor:
-    return shard[runs.place : runs.place + runs.num_bytes]
-
-
 def _strided(runs: Runs, flat: torch.Tensor, first: int, low: int, high: int) -> torch.Tensor:
     """Returns runs number ``low`` … ``high`` as a view [high − low, length] of bytes ``first`` … of the version."""
     offset = flat.storage_offset() + runs.first + low * runs.stride - first
