@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.weights.verify.scores import Scores, score_sequences
+from pipelinerl.preprocess.reference import Scores, score_sequences
 from tests.sender_kit import Senders, wait_for
 
 TOLERANCE = 2e-5

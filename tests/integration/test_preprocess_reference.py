@@ -13,7 +13,7 @@ from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, TransportError
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.preprocess import reference
-from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
+from pipelinerl.preprocess.reference import ReferenceScorer, Scores, check_placed, merged, servers_of
 from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     MicroBatch,
@@ -21,7 +21,6 @@ from pipelinerl.records import (
 )
 from pipelinerl.records.batches import FROZEN
 from pipelinerl.records.check import check_micro_batch
-from pipelinerl.weights.verify.scores import Scores
 from pipelinerl.world import Job
 from tests.memory_streams import MemoryBackend
 from tests.preprocess_kit import (

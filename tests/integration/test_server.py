@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from pipelinerl.errors import ServerError, ServersExpelledError
+from pipelinerl.preprocess.reference import score_sequences
 from pipelinerl.records import ProbeMissed
 from pipelinerl.records.answers import Completion
 from pipelinerl.weights.verify.probe import ProbeText
-from pipelinerl.weights.verify.scores import score_sequences
 from tests.says import says
 from tests.sender_kit import Senders
 from tests.served import sample

@@ -20,6 +20,7 @@ from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.preprocess import reference
+from pipelinerl.preprocess.reference import Scores
 from pipelinerl.records import (
     DataOrder,
     MicroBatch,
@@ -32,7 +33,6 @@ from pipelinerl.records import (
     topics,
 )
 from pipelinerl.streams import SingleStreamSpec, open_writer
-from pipelinerl.weights.verify.scores import Scores
 from tests.memory_streams import MemoryBackend
 from tests.models import make_qwen2
 from tests.oracle import OraclePolicy, Step, step_of

@@ -1,18 +1,12 @@
-"""Exact scores: the log-probability of every given token under a server's model. Imports neither torch nor vLLM.
-
-Policy servers score at temperature 1, reference servers at the run's sampling temperature.
-"""
+"""Exact scores of a policy server: the log-probability of every given token, at temperature 1."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
-from pipelinerl.errors import ServerError, StreamError, TransportError
-from pipelinerl.records.answers import ANSWER_PATH, IMAGE_FORMAT, TEXT_FORMAT, Answer, AnswerRequest
-from pipelinerl.streams.codec import Codec
+from pipelinerl.errors import TransportError
 
 SCORE_PATH = "/inference/v1/generate"
 
@@ -39,7 +33,7 @@ class _Labels(msgspec.Struct):
     choices: list[_Choice]
 
 
-_labels, _scores = msgspec.json.Decoder(_Labels), msgspec.json.Decoder(_Scores)  # made once, as in `probe_client`
+_labels, _scores = msgspec.json.Decoder(_Labels), msgspec.json.Decoder(_Scores)  # made once, as in `probe`
 
 
 def score_request(token_ids: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -85,99 +79,3 @@ def read_scores(body: bytes, token_ids: Sequence[int] | np.ndarray) -> np.ndarra
             raise TransportError(f"token {token} at position {index} was not scored")
         values[index] = row[token].logprob
     return values
-
-
-DEFAULT_TIMEOUT_S = 600.0
-ERROR_CHARS = 500
-
-_request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
-_answer_codec: Codec[Answer] = Codec(Answer)
-
-
-class Scores(NamedTuple):
-    """Of one sequence of T tokens. Entry t is about the token in place t after tokens 0 … t − 1, entry 0 is 0."""
-
-    logprobs_T: np.ndarray
-    """float32: of the sequence's own token."""
-    top_ids_TJ: np.ndarray | None = None
-    """int32: the J most likely tokens, best first. None: not asked for."""
-    top_logprobs_TJ: np.ndarray | None = None
-    """float32: their log-probabilities."""
-    version: int | None = None
-    """As `Answer.scored_by`."""
-
-
-async def score_sequences(
-    session: aiohttp.ClientSession,
-    url: str,
-    sequences: Sequence[np.ndarray],
-    *,
-    images: tuple[bytes, ...] = (),
-    image_spans: np.ndarray | None = None,
-    num_top: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Scores]:
-    """Returns the log-probabilities of several sequences' tokens under a server's model, with one request.
-
-    Args:
-        url: the server, e.g. ``http://127.0.0.1:8000``.
-        sequences: int [T] each. With images there is one.
-        images: encoded images of that one.
-        image_spans: int32 [I, 2], the tokens that stand for each.
-        num_top: J, most likely tokens of each place.
-
-    Raises:
-        ServerError: the server answered with a failure status (400: one of these sequences can never be scored).
-        TransportError: no answer, or one that is not about these tokens.
-    """
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    token_ids = np.concatenate(sequences).astype(np.int32, copy=False)
-    lengths = [len(sequence) for sequence in sequences]
-    try:
-        request = _encode_request(token_ids, lengths, images, image_spans, num_top)
-        async with session.post(url + ANSWER_PATH, data=request, timeout=timeout) as response:
-            body = await response.read()
-            if response.status != 200:
-                message = body[:ERROR_CHARS].decode(errors="replace")
-                raise ServerError(f"{url} answered {response.status}: {message}", response.status)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise TransportError(f"{url} did not answer: {type(error).__name__} {error}") from error
-    try:
-        answer = _answer_codec.decode(body)
-    except StreamError as error:
-        raise TransportError(f"not an answer with scores: {error}") from error
-    ends = np.cumsum(lengths)[:-1]
-    columns = [_split(answer.prompt_scores, np.float32, token_ids.shape, ends)]
-    if num_top:
-        shape = (len(token_ids), num_top)
-        columns += [_split(answer.top_ids, np.int32, shape, ends), _split(answer.top_scores, np.float32, shape, ends)]
-    return [Scores(*values)._replace(version=answer.scored_by) for values in zip(*columns, strict=True)]
-
-
-def _split(
-    values: np.ndarray | None, dtype: type[np.generic], shape: tuple[int, ...], ends: np.ndarray
-) -> list[np.ndarray]:
-    if values is None or values.dtype != dtype or values.shape != shape:
-        found = "nothing" if values is None else f"{values.dtype} {values.shape}"
-        raise TransportError(f"{shape[0]} tokens were sent, and {found} were scored, not {shape}")
-    return np.split(values, ends)
-
-
-def _encode_request(
-    token_ids: np.ndarray,
-    lengths: list[int],
-    images: tuple[bytes, ...],
-    image_spans: np.ndarray | None,
-    num_top: int,
-) -> bytes:
-    return _request_codec.encode(
-        AnswerRequest(
-            token_ids=token_ids,
-            scores=True,
-            top_scores=num_top,
-            prompt_lengths=np.array(lengths, dtype=np.int32),
-            images=images,
-            image_spans=image_spans,
-            format=IMAGE_FORMAT if images else TEXT_FORMAT,
-        )
-    )

@@ -15,12 +15,11 @@ from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import DomainError, RecordError
 from pipelinerl.llm import Prompt
 from pipelinerl.preprocess import reference
-from pipelinerl.preprocess.reference import ReferenceScorer, as_hinted
+from pipelinerl.preprocess.reference import ReferenceScorer, Scores, as_hinted
 from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import Rollout, TrainingSequence
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeLLM, byte_tokenizer
-from pipelinerl.weights.verify.scores import Scores
 from pipelinerl.world import Job
 from tests.models import make_qwen2
 from tests.preprocess_kit import make_group
