@@ -293,7 +293,7 @@ def version_spans(starts: Sequence[tuple[str, int]], count: int) -> np.ndarray |
 
 
 def answers_router(answers: Answers) -> APIRouter:
-    """The route."""
+    """Returns the routes of answers and of requests under way."""
     router = APIRouter()
 
     @router.get(UNDER_WAY_PATH)

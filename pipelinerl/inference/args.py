@@ -191,7 +191,7 @@ def _adapter_settings(lora: LoraSection) -> dict[str, Any]:
     """Room for one adapter, in the model's data type, around the layers that the trainer adapts.
 
     Raises:
-        ConfigError: vLLM knows no such rank.
+        ConfigError: vLLM supports no such rank.
     """
     rank = next((rank for rank in RANKS if rank >= lora.r), None)
     if rank is None:

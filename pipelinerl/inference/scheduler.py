@@ -1,4 +1,4 @@
-"""vLLM's scheduler with additions, in the engine's process, the only one that knows the order of events.
+"""vLLM's scheduler with additions, in the engine's process, where alone the order of events is known.
 
 It makes prefix caching exact and reports answers whole (docs/serving.md), tells how answers grow and how full the cache
 is, and has every request of a LoRA run use the adapter. The engine gets one more command: the swap of the weights.
@@ -205,8 +205,8 @@ def swap_weights(core: EngineCoreProc, version: int) -> Future[tuple[float, floa
     """Swaps the weights after the step under way, labels them and goes on. One command, so that nothing is awaited.
 
     Returns:
-        Milliseconds in which no step was begun, those of them that the swap took, and why it failed, else "". After a
-        failure the engine stays paused, because its weights are undefined.
+        (milliseconds without a new step, milliseconds of the swap, reason of its failure or ""). After a failure the
+        engine stays paused, because its weights are undefined.
     """
     began = time.monotonic()
     outcome: Future[tuple[float, float, str]] = Future()

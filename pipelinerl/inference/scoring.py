@@ -28,4 +28,4 @@ class ScoreExtension:
 
 
 class FollowingScoreExtension(ScoreExtension, WeightUpdateExtension):
-    """Of a teacher that is an average of the policy."""
+    """For a teacher that is an average of the policy."""

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 IDLE_BEATS = 2
-"""A server that leaves has been without requests for so many heartbeats: actors have seen that it drains."""
+"""A server that leaves ends after this many heartbeats without requests: by then actors know that it drains."""
 GRACEFUL_S = 1
 """Seconds that requests under way get when the server is asked to end."""
 KEEP_ALIVE_S = 300

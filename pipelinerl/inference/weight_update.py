@@ -43,7 +43,7 @@ CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
 """Added to the request's timeout, so that the workers' own deadline fires first and reports the reason."""
 PATIENCE_S = 30.0
-"""A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
+"""A worker that sends nothing for this long is frozen: it normally sends several signs of life per second."""
 
 _replies: msgspec.json.Decoder[Staged | Failed] = msgspec.json.Decoder(Staged | Failed)
 _update_requests, _check_requests = msgspec.json.Decoder(WeightUpdateRequest), msgspec.json.Decoder(WeightCheckRequest)

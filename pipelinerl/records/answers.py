@@ -33,7 +33,7 @@ class AnswerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     scores: bool = False
     """Asks for the log-probability of every prompt token, without sampling."""
     top_scores: int = 0
-    """J, with ``scores`` only: asks for the most likely tokens of every position, too.."""
+    """J, with ``scores`` only: asks for the most likely tokens of every position, too."""
     prompt_lengths: np.ndarray | None = None
     """int32, with ``scores`` only: ``token_ids`` holds several prompts of these lengths, which are scored separately.
     None = one prompt."""
@@ -94,7 +94,7 @@ class RequestUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     """Tokens sampled of each of its completions that has not ended."""
     waits: bool
-    """Whether a completion waits for its turn: it has not begun, or has lost its place."""
+    """Whether a completion waits for its turn: it has not started, or has lost its place."""
 
 
 class UnderWay(msgspec.Struct, frozen=True, kw_only=True):

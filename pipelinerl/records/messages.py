@@ -16,7 +16,7 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     """The other servers in service, with the version that each still serves."""
     proved: dict[str, int] = {}
     """Server in service → newest version whose weight probe is over, -1 = none. What it sampled from a newer one is
-    unverified. A server that is not here is not probed."""
+    unverified. A server that is not named is not probed."""
     pause_ms: tuple[float, ...] = ()
     """Decoding stall of each of ``servers`` during the update, measured at the server."""
     transfer_ms: float = 0.0

@@ -24,7 +24,7 @@ class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProblemHistory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How the policy has done on one problem, which `actor.sampler` goes by.
+    """How the policy has done on one problem, for `actor.sampler`.
 
     Means are over its groups, and each newer one counts as much as all before it: m ← (m + newest) / 2.
     """
@@ -32,9 +32,9 @@ class ProblemHistory(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     groups: int = 0
     """Groups that ended, published or dropped."""
     success: float | None = None
-    """Of ``GroupOutcome.success``, mean. None: no group was published."""
+    """Mean of ``GroupOutcome.success``. None: no group was published."""
     spread: float | None = None
-    """Of ``GroupOutcome.spread``, mean. None: no group was published."""
+    """Mean of ``GroupOutcome.spread``. None: no group was published."""
     version: int = -1
     """The newest ``GroupOutcome.version``. −1: no group was published."""
 
@@ -67,7 +67,7 @@ class DomainOrder(msgspec.Struct, frozen=True, kw_only=True):
     epochs: dict[int, EpochOrder] = {}
     """Partly resolved epochs, by number."""
     history: dict[int, ProblemHistory] = {}
-    """Of every problem with a resolved turn, by its index. Kept only with `actor.sampler`."""
+    """History of every problem with a resolved turn, by its index. Kept only with `actor.sampler`."""
 
 
 class DataOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[str, ...] = ()
     """Job names of the servers that had answered its group by the time it ended."""
     probes_missed: tuple[int, ...] = ()
-    """Of each of ``servers``: weight probes that it had missed, as far as its actor knew, before it answered."""
+    """For each of ``servers``: weight probes that it had missed before it answered, as far as its actor knew."""
     rewards: RewardMode = "rollout"
     """Reward mode (docs/algorithms.md §1), the same for all members of a group."""
     text_rewards: tuple[float, ...] = ()

@@ -317,7 +317,7 @@ def open_reader(
             open named readers when the run begins. None: no durable position, and no record is kept for this reader.
         start: first offset to read. None = the durable position, else the oldest record.
         over_damage: skip damaged or missing records with a warning instead of raising ``CorruptStreamError``. Meant
-            for topics of which only the newest records matter.
+            for topics whose older records do not matter.
     """
     cursor = get_streams_backend().open_cursor(spec, name, start)
     return TopicReader(spec, cursor, Codec(record_type), over_damage=over_damage)

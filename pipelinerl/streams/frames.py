@@ -20,7 +20,7 @@ HEADER_BYTES = _FIELDS.size + _CRC.size
 MAX_PAYLOAD_BYTES = 2**32 - 1
 
 _UNFILLED_BYTES = 256
-"""A frame that ends the file and fails its checksum is taken as incomplete if so many bytes at its end are zero."""
+"""A frame that ends the file and fails its checksum counts as incomplete if this many bytes at its end are zero."""
 _OFFSET = struct.Struct("<Q")
 _OFFSET_PLACE = 8
 
@@ -96,7 +96,7 @@ def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int 
         return None
     payload = view[start + HEADER_BYTES : end]
     if zlib.crc32(payload) != payload_crc:
-        # zeros behind the frame are such space, as no writer allots any: then one zero at its end is enough
+        # zeros behind the frame are space that the file system allotted: then one zero at its end is enough
         unfilled = 1 if end < len(buffer) else _UNFILLED_BYTES
         if not any(view[max(end - unfilled, start + HEADER_BYTES) :]):
             return None

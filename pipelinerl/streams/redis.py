@@ -221,7 +221,7 @@ class RedisAppender(Appender):
         self._server.sync()
 
     def barrier(self) -> None:
-        """Nothing: the server has one log, which holds the writes to all streams in their order."""
+        """Does nothing: the server has one log, which holds the writes to all streams in their order."""
 
     def close(self) -> None:
         self._open = False
@@ -282,7 +282,7 @@ class RedisCursor(Cursor):
         self._server.script(_COMMIT, self._keys, [self._name, offset])
 
     def barrier(self) -> None:
-        """Nothing: the server has one log, which holds the writes to all streams in their order."""
+        """Does nothing: the server has one log, which holds the writes to all streams in their order."""
 
     def sync(self) -> None:
         self._server.sync()

@@ -118,7 +118,7 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     timeout_s: Seconds
     """Time from the request's arrival until all bytes must be received."""
     stall_s: Seconds
-    """A worker leaves a source that has sent no byte for so long."""
+    """A worker leaves a source that has sent no byte for this long."""
     base_version: int | None = None
     """Delta mode: the bytes encode the changes since this version, which the server must hold. None = dense."""
     store: Annotated[str, Meta(max_length=4096)] = ""
@@ -148,13 +148,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     source: Address
     transport: TransportName
     num_bytes: Size
-    """That came from it."""
+    """Bytes of the part that came from this source."""
     part_bytes: Size
-    """Of the part, whatever came from elsewhere."""
+    """Length of the part."""
     seconds: float
     """From the question to the last byte."""
     ahead_s: float
-    """Of these, in which the source had two buckets more than had come, so that the link was the limit."""
+    """Seconds of these in which the source was two buckets ahead, so that the link was the limit."""
 
 
 class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     pause_ms: float
     """Decoding stall: time in which the engine begins no step, measured in the engine."""
     swap_ms: float
-    """PayloadRange of the pause in which the weights change. The rest waits for steps under way."""
+    """Part of the pause in which the weights change. The rest waits for steps under way."""
     transfer_ms: float
     """Time from the request's arrival until all bytes were received."""
     prepare_ms: float
@@ -180,7 +180,7 @@ class WeightUpdateFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str
     links: tuple[Link, ...] = ()
-    """Those over which bytes came, of the workers that failed."""
+    """Links over which bytes came, of the workers that failed."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     serving: str = ""
     """`WeightUpdateRequest.whole_key` of the live weights. Empty before the first update."""
     reading: str = ""
-    """The same of the version that the server is fetching from the store, whose files must stay."""
+    """Key of the version that the server is fetching from the store, whose files must stay. Empty = none."""
 
 
 class WeightCheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,8 +208,8 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
     is_checked: bool
     """False = the bytes of this version are no longer there, because a newer version is arriving."""
     checksum: str = ""
-    """`pipelinerl.weights.transfer.checksum.checksum` of the received bytes. Empty = of a shard, which the worker
-    itself has compared with the trainer's bytes."""
+    """`pipelinerl.weights.transfer.checksum.checksum` of the received bytes. Empty = the worker keeps a shard,
+    which it has compared with the trainer's bytes itself."""
     differing: tuple[str, ...] = ()
     """Live parameters that differ from the received ones."""
     unlearned: tuple[str, ...] = ()
@@ -335,7 +335,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     error: str
     links: tuple[Link, ...] = ()
-    """`PullUpdate`: those over which bytes came."""
+    """`PullUpdate`: the links over which bytes came."""
 
 
 Order = Describe | Sum | Write | PullUpdate
@@ -348,8 +348,8 @@ class Averaging(NamedTuple):
     decay: float
     """β."""
     folder: str
-    """Of the files, which the server's workers share."""
+    """Folder of the files, shared by the server's workers."""
     every: int
     """Versions from one file to the next."""
     kept: int
-    """Files of each worker that stay."""
+    """Number of files kept for each worker."""

@@ -22,5 +22,5 @@ def reserve_bytes(transport: TransportName) -> int:
 
 
 def fits_on_device(num_bytes: int, free: int, transport: TransportName) -> bool:
-    """Whether so many staged bytes lie on a device that has ``free`` bytes beside the model and its cache."""
+    """Whether ``num_bytes`` are staged on a device that has ``free`` bytes beside the model and its cache."""
     return free >= num_bytes + reserve_bytes(transport)

@@ -14,7 +14,7 @@ from pipelinerl.streams.frames import Buffer
 MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
 _MAX_LOST_IN_A_ROW = 1000
-"""After a damaged header, the reader searches for the next so many records by their offsets."""
+"""Number of following records that are searched by their offsets after a damaged header."""
 
 
 class RecordPlace(NamedTuple):

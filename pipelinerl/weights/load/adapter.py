@@ -105,7 +105,7 @@ def _copied(layer: BaseLayerWithLoRA, device: torch.device) -> BaseLayerWithLoRA
 
 
 def hold_adapter(manager: WorkerLoRAManager) -> None:
-    """Gives a worker the adapter, which is 0, so that no request has it loaded from a file."""
+    """Registers the adapter, filled with 0, so that no request loads it from a file."""
     manager.add_dummy_lora(ADAPTER, manager.lora_config.max_lora_rank)
     manager.add_adapter(ADAPTER)
 

@@ -28,7 +28,7 @@ from pipelinerl.world.disk import make_folder, replacement
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22
-"""Weights that are blended at a time, so that no copy of all of them is made."""
+"""Weights blended at a time, so that no copy of all of them is made."""
 NAME = re.compile(r"^(\d+)-(\d+)-([0-9a-f]{16})\.float32$")
 """Version, worker, form."""
 
@@ -47,7 +47,7 @@ class Average:
         self._folder = Path(folder)
         self._worker, self._workers, self._allocate = worker, workers, allocate
         self._form = ""
-        """Of what is averaged: another layout or shard is another average."""
+        """Identity of the average: another layout or shard is another average."""
         self._values = self._served = torch.empty(0)
         """float32 [N], and the same in the type of a version. One tensor if that is float32."""
         self._held: tuple[str, int] | None = None

@@ -23,7 +23,7 @@ from pipelinerl.weights.transfer.shard import Copy, LoadPlan, View
 log = logging.getLogger(__name__)
 
 WHOLE_BYTES = 32 << 30
-"""A version of which nobody knows where its bytes go is held whole by every worker, up to this size."""
+"""If the loaders cannot be traced, every worker holds the whole version, up to this size."""
 CPU, META = torch.device("cpu"), torch.device("meta")
 _NO_VALUES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """What loaders do to padding."""

@@ -81,7 +81,7 @@ def record_experts_on_cpu() -> None:
 
     if cpu_worker.CPUModelRunner.__module__ == __name__:
         return
-    check = VllmConfig._verify_aux_output_compatibility  # noqa: SLF001 — it knows no runner but its own
+    check = VllmConfig._verify_aux_output_compatibility  # noqa: SLF001 — it accepts vLLM's own runner alone
 
     def check_with_own_runner(config: Any) -> None:
         with patch.object(current_platform, "is_out_of_tree", return_value=True):  # "brings its own model runner"

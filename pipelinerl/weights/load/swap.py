@@ -1,7 +1,7 @@
 """Puts staged bytes into a live vLLM model: by copies to where vLLM's own loaders would put them (docs/weights.md).
 
 Addresses stay, so captured CUDA graphs stay right. `reload_in_place` is vLLM's layerwise reload during the pause, for
-models with a layer that changes its weights after loading in a way that is not known here.
+models with a layer that changes its weights after loading in an unknown way.
 """
 
 # A parameter is replaced without registering it again, for which torch.nn.Module has no public way.
@@ -64,17 +64,17 @@ class Swap:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         """Targets and sources of the copies in the pause."""
         self._known: tuple[Sequence[StagedCopy], int] | None = None
-        """Copies and address of the staged bytes of which these are views."""
+        """The copies, and the address of the staged bytes that they read."""
         self._computed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._packed: list[Packed] = []
-        """Of the newest swap."""
+        """Weights that the newest swap packed."""
 
     @classmethod
     def of(cls, live: nn.Module, bare: Any, model_config: ModelConfig, device: torch.device) -> "Swap":
         """Returns the swap of a live model.
 
         Raises:
-            WeightUpdateError: a layer keeps its weights in a way that is not known here.
+            WeightUpdateError: a layer keeps its weights in an unknown way.
         """
         for module in live.modules():
             if not (_keeps(module) or _is_packed(module)):

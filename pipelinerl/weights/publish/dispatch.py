@@ -18,7 +18,7 @@ T = TypeVar("T")
 def in_order(pool: Iterable[ServerClient], turn: int) -> list[ServerClient]:
     """Returns servers node by node. Every turn begins one node further, and in each node one server further.
 
-    Of all servers, also late ones, so that the others keep their neighbours when one becomes slow.
+    Late servers are included, so that the others keep their neighbours when one becomes slow.
     """
     numbered = sorted(pool, key=lambda client: (client.job.replica_idx, client.name))
     nodes = [_turned(node, turn) for node in chain.by_node(numbered, lambda client: client.node)]
@@ -121,7 +121,7 @@ def _late_pull(
     ranks: Sequence[Address],
     bucket_bytes: int,
 ) -> Dispatch:
-    """Of the difference, if the server holds its base, and its source took it, too."""
+    """Pulls the difference if the server holds its base and its source took the difference, too, else all bytes."""
     base_version = None
     if pending.deltas is not None and client.held == pending.base_version:
         base_version = pending.base_version if giver is None or giver.name in pending.took_delta else None

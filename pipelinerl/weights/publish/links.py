@@ -14,15 +14,15 @@ from pipelinerl.weights.protocol import Address
 log = logging.getLogger(__name__)
 
 SLOW, SLOW_S = 2.0, 0.5
-"""A link is slow at more than so many times the least seconds, if that is more than ``SLOW_S`` longer. Two pullers that
-share an uplink are no slow links, nor is a process that stands still for half a second, as on a busy host."""
+"""A link is slow if it takes more than ``SLOW`` times as long as the fastest, and more than ``SLOW_S`` longer. Two
+pullers that share an uplink are not slow, nor is a process that pauses for half a second on a busy host."""
 LEAST_SHARE, LEAST_S = 0.25, 2.0
-"""A figure counts from this share of a part on, or after so long: less may have come out of buffers, or while a process
-stood still."""
+"""A figure counts if it covers this share of a part, or this many seconds: less may have come out of buffers, or while
+a process paused."""
 KEPT = 16
-"""Updates for which a figure counts. A link that is mended and not seen is tried again after so many."""
+"""Updates for which a figure counts. A slow link is tried again after this many without a new figure."""
 COMPARED = 4
-"""The least seconds are those of so many updates. If the first of a chain is slow, only an earlier one shows it."""
+"""Updates whose fastest links are the measure. If the first server of a chain is slow, only an earlier one shows it."""
 HEADS = 3
 """Servers with which the first chains begin, besides those that turned out to be slow. The link of a single head has
 nothing to be compared with, and of two one may be slow as well."""
@@ -30,7 +30,7 @@ TRAINER = ""
 
 
 class Edge(NamedTuple):
-    """From one end to another."""
+    """A link from one end to another."""
 
     giver: str
     """A server, its node where the link leaves the node, or `TRAINER`."""
@@ -44,19 +44,19 @@ class Figure(NamedTuple):
 
     update: int
     num_bytes: int
-    """Of the part."""
+    """Length of the part."""
     pace: float
     """Seconds per byte: the link is at least that fast."""
     ahead: float
-    """Of these, while the source was ahead: what the link itself costs. 0 = it was no limit."""
+    """Seconds per byte while the source was ahead: the cost of the link itself. 0 = the link was not the limit."""
 
     def is_slow(self, per_byte: float, least: float) -> bool:
-        """Whether the part takes long at so many seconds per byte, beside the ``least`` ones of its kind of link."""
+        """Whether the part is slow at ``per_byte`` seconds per byte, if the best of its kind has ``least``."""
         return is_slow(per_byte * self.num_bytes, least * self.num_bytes)
 
 
 class Server(NamedTuple):
-    """Where a worker belongs."""
+    """The server of a worker, and its node."""
 
     name: str
     node: str
@@ -106,7 +106,7 @@ class LinkTable:
         self.update = 0
         """Number of planned updates. Versions may be skipped, so theirs do not count."""
         self.turn = 0
-        """The chain begins so many servers and nodes further than the first one."""
+        """Number of servers and nodes by which the beginning of the chain has moved."""
         self.gives_slowly = self.takes_slowly = frozenset[str]()
         """Servers."""
         self.returned = set[str]()
@@ -159,10 +159,10 @@ class LinkTable:
         *,
         is_chained: bool,
     ) -> None:
-        """Takes what the workers of a server saw, of the part of each. The worst counts.
+        """Records what the workers of a server saw of their sources. Of several figures of a link, the worst counts.
 
         Args:
-            update: that in which the server was to get the version.
+            update: number of the update in which the server was to get the version.
             owners: of the workers' addresses. All others are the trainer's.
             planned: the sources that the workers had first. The trainer's link counts for those who begin a chain. A
                 late pull from it clears if it was fast, and else says nothing: it may give to others as well.
@@ -190,7 +190,7 @@ class LinkTable:
                 self._figures[link] = max(known, figure, key=lambda figure: (figure.ahead, figure.pace))
 
     def took_slowly(self, update: int, taker: Server) -> bool:
-        """Whether a link to this server was slow in this update, and whoever gave is not in doubt."""
+        """Whether a link to this server was slow in this update, and its source is not in doubt."""
         best, ends = self._best(), {taker.name, taker.node}
         found = slow_ends(self._figures, best)
         return any(
@@ -202,7 +202,7 @@ class LinkTable:
         )
 
     def expected_s(self, num_bytes: int) -> float:
-        """Returns the seconds in which the slowest kind of link carries so many bytes. 0 = none was seen."""
+        """Returns the seconds that ``num_bytes`` take over the slowest kind of link. 0 = no link was seen."""
         return num_bytes * max(self._best().values(), default=0.0)
 
     def _best(self) -> dict[str, float]:

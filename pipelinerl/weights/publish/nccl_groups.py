@@ -19,9 +19,9 @@ from pipelinerl.weights.transfer.wire import Connection, WireError
 log = logging.getLogger(__name__)
 
 MOST_GROUPS = 4
-"""A process is a member of at most so many, because each takes memory of its GPU."""
+"""Most groups of one process, because each takes memory of its GPU."""
 MOST_SKIPPED = 64
-"""A group that failed is tried again after one update, then two, and so on up to so many."""
+"""A group that failed is tried again after one update, then after two, four, … up to this many."""
 MEMBER_THREADS = 64
 GRACE_S = 1.0
 _replies: msgspec.json.Decoder[Joined | Failed] = msgspec.json.Decoder(Joined | Failed)
@@ -70,7 +70,7 @@ def planned_groups(dispatches: Iterable[Dispatch], ranks: Sequence[Address]) -> 
 
 
 def rounds(plans: Iterable[GroupPlan]) -> list[list[GroupPlan]]:
-    """Parts groups so that no process joins two at once: each would wait for members that are in the other."""
+    """Divides groups into rounds, so that no process joins two at once: each would wait for members of the other."""
     made: list[list[GroupPlan]] = []
     for plan in plans:
         free = (one for one in made if all(set(plan.members).isdisjoint(other.members) for other in one))

@@ -43,7 +43,7 @@ from pipelinerl.weights.transfer.wire import view_of
 STRIPE_UNIT = 128 << 10
 """Bytes. Stripes begin at multiples of this: of the digest's rows and of the delta's chunks."""
 DESCRIBED = 4
-"""Descriptions of so many versions are remembered."""
+"""Number of versions whose descriptions are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class SenderSettings:
     weights: WeightsSection
     transport: TransportName = "tcp"
     patience_s: float = 600.0
-    """The updates end with an error if every server has refused them for so long."""
+    """The updates end with an error if every server has refused them for this long."""
     host: str = "127.0.0.1"
     """The name under which servers reach this process."""
     port: int = 0

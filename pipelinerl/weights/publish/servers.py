@@ -198,7 +198,7 @@ class UpdateOutcome:
 
 @functools.cache
 def _warn_once(name: str, url: str, error: str) -> None:
-    """Says once that a server's certificate is refused, because the server looks like one that is not there."""
+    """Logs a refused certificate once. Without it, such a server looks like one that is not there."""
     log.warning("event=server_not_trusted server=%s url=%s error=%s", name, url, error)
 
 
@@ -267,7 +267,7 @@ class ServerPool:
             raise WeightUpdateError(f"no server has taken an update for {patience_s:g} s: {said[:1000]}")
 
     def refuse(self, name: str) -> None:
-        """Does not believe a server that it serves what it served last."""
+        """Ignores a server's reports of the version that it served when it missed its probe."""
         if name in self._infos:
             self._refused[name] = self._infos[name].serving
 

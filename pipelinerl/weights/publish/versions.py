@@ -12,7 +12,7 @@ from pipelinerl.weights.publish.servers import ServerClient
 from pipelinerl.weights.transfer import chain
 
 RETRY = 64
-"""Every so many versions the slower way is measured again."""
+"""Versions between two measurements of the slower way."""
 WARM_UPS = 1
 """The first whole update also connects and allocates, so it is not measured."""
 
@@ -77,7 +77,7 @@ class Dispatch:
 
     @property
     def givers(self) -> frozenset[Address]:
-        """The sources that its workers have first, but for one another."""
+        """The first source of each worker outside its own server."""
         own = set(self.client.workers)
         return frozenset(
             next(source for source in one.sources if source not in own) for worker in self.route for one in worker

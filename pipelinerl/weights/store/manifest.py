@@ -20,7 +20,7 @@ NAME = "manifest"
 MAX_BYTES = 8 << 20
 MAX_LAYOUT_BYTES = 256 << 20
 MAX_STEPS = 64
-"""A whole version is written again after so many differences, because a late server fetches and applies them all."""
+"""Most versions in a manifest: a whole one, and differences. A late server fetches and applies them all."""
 
 Version = Annotated[int, Meta(ge=0, le=2**53)]
 Precedence = tuple[int, int, int]

@@ -51,7 +51,7 @@ class PublishedFiles:
         self.files |= newest.names
 
     def removable(self, reading: Collection[str], *, keep: int, grace_s: float, now: float) -> frozenset[str]:
-        """Forgets manifests that nobody needs any more. Returns the files that no other manifest names.
+        """Forgets manifests that are no longer needed. Returns the files that no other manifest names.
 
         Args:
             reading: keys of the versions that servers are reading.
@@ -69,8 +69,8 @@ class Publisher:
     """Publishes the versions of one trainer process.
 
     Args:
-        keep: manifests whose files stay in any case.
-        grace_s: time for which files stay after that.
+        keep: minimum number of manifests whose files are kept.
+        grace_s: time for which files are kept after that.
     """
 
     def __init__(self, files: Files, *, secret: str, sender: str, keep: int, grace_s: float):

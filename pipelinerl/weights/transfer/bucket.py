@@ -111,7 +111,7 @@ TRANSPORTS: dict[TransportName, Callable[[torch.device], BucketTransport]] = {
     "tcp": lambda device: TcpTransport(),
     "ipc": IpcTransport,
 }
-"""Those that need no more than the connection. `NcclTransport` needs a group."""
+"""Transports that need only the connection. `NcclTransport` needs a group."""
 
 
 def _expect_message(connection: Connection) -> int:

@@ -16,7 +16,7 @@ import torch
 from pipelinerl.weights.protocol import Runs
 
 REMEMBERED = 16
-"""So many withdrawn keys are known as such. Older ones are unknown keys again."""
+"""Number of withdrawn keys that are remembered as such. Older ones are unknown keys again."""
 
 
 class Reader(Protocol):
@@ -41,7 +41,7 @@ class Range:
     end: int
     upto: int
     runs: tuple[Runs, ...] = ()
-    """Of a shard: where its bytes lie in the payload."""
+    """For a shard: where its bytes lie in the payload."""
 
 
 @dataclass(eq=False)

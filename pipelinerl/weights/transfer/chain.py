@@ -13,7 +13,7 @@ from pipelinerl.weights.protocol import Address, PayloadRange
 BACKUPS = 3
 """Number of earlier workers that a worker may pull from if its first source fails. The trainer is the last resort."""
 NEIGHBOURS = 32
-"""So many earlier workers of the same server are asked first."""
+"""Number of earlier workers of the same server that are asked first."""
 PIPELINE_SHARE = 16
 """The last worker of a chain ends at most 1 / this of a transfer's duration after the first."""
 MIN_BUCKET_BYTES = 128 << 10
@@ -54,7 +54,7 @@ def chain(servers: Sequence[Server], origins: Sequence[Stripe], *, num_last: int
     Args:
         origins: every stripe and its source. The chain of each stripe begins at another server, so that no link carries
             the beginning of all chains.
-        num_last: so many servers, the last ones, are the end of every chain.
+        num_last: number of servers at the end of the list with which every chain ends.
     """
     ranges: list[list[list[PayloadRange]]] = [[[] for _ in server] for server in servers]
     beginning = len(servers) - num_last

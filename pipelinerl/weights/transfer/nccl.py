@@ -132,7 +132,7 @@ class VllmCommunicator:
         return buffer_type(bucket.data_ptr()), bucket.numel(), ncclDataTypeEnum.ncclUint8, member, self._handle, stream
 
     def _marked(self, bucket: torch.Tensor) -> IsDone:
-        """Returns whether all that was begun is done. Keeps the bucket's memory until then."""
+        """Returns a function that tells whether all started work is done. Keeps the bucket's memory until then."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return lambda: bucket is not None and event.query()
@@ -151,7 +151,7 @@ class Group:
 
     @contextmanager
     def turn(self, patience_s: float) -> Iterator[Communicator]:
-        """Lets nobody else use the communicator, whose transfers must be begun in the same order on both ends.
+        """Lets nobody else use the communicator, whose transfers must be started in the same order on both ends.
 
         Raises:
             WireError: it is broken, or others have used it for ``patience_s``.

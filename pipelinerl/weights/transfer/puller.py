@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PAUSE_S = 0.05
 """Pause between two rounds over sources that all failed."""
 AHEAD_BUCKETS = 2
-"""A source that has so many buckets more than have come is ahead: the next one is already on its way to us."""
+"""A source is ahead if it has this many buckets more than have come: the next one is already on its way."""
 _progress = msgspec.json.Decoder(Progress)
 
 
@@ -54,7 +54,7 @@ class OtherBytesError(SourceError):
 
 
 class BrokenGroupError(WeightUpdateError):
-    """The NCCL group with this source is of no use any more. The bytes come over TCP."""
+    """The NCCL group with this source is broken. The bytes come over TCP."""
 
 
 class WithdrawnVersionError(WeightUpdateError):

@@ -221,7 +221,7 @@ class Receiver:
         return transfer
 
     def is_sent(self, version: int, shard: Shard) -> bool | None:
-        """Whether the trainer's ranks have the same bytes of this shard. None = they, or we, have them no more."""
+        """Whether the trainer's ranks have the same bytes of this shard. None = either side has freed them."""
         transfer = self.transfer
         with self.staging.reading(version) as staged:
             if staged is None or transfer.request.version != version:

@@ -55,7 +55,7 @@ class LoadPlan:
     unlearned: tuple[str, ...]
     """Live parameters that are not pure copies of sent parameters."""
     computed: frozenset[str] = frozenset()
-    """Sent parameters that a loader computes with, or of which nobody knows where they go."""
+    """Sent parameters that a loader computes with, or whose use is unknown."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _placed(kept: Mapping[str, Sequence[Runs]], edges: Sequence[int]) -> tuple[d
     """Cuts runs into the stripes between ``edges``, and gives them places one after the other, stripe by stripe.
 
     Returns:
-        The runs of each stripe, and the tensors of which a run has a gap in the shard where it was cut.
+        The runs of each stripe, and the tensors with a run that has a gap in the shard where it was cut.
     """
     cuts: list[list[tuple[str, Runs, Runs]]] = [[] for _ in edges[1:]]
     for name, runs in kept.items():

@@ -57,7 +57,7 @@ from pipelinerl.weights.transfer.wire import (
 log = logging.getLogger(__name__)
 
 PULLER_PATIENCE_S = 30.0
-"""A puller that accepts no byte for so long is disconnected. It can reconnect and continue at its offset."""
+"""A puller that accepts no byte for this long is disconnected. It can reconnect and continue at its offset."""
 BEATS = 4
 """Number of signs of life that a source sends within ``stall_s``, at least."""
 BEAT_S = 0.25

@@ -200,7 +200,7 @@ class WeightChecker:
             del self._expected[old]
 
     def start_check(self, name: str, version: int) -> None:
-        """Starts checking a server that took the version. One that is given up is not asked, whatever it takes."""
+        """Starts checking a server that took the version. A server with two misses is no longer checked."""
         state = self._states[name]
         with state.lock:
             if state.misses > 1:
@@ -261,7 +261,7 @@ class WeightChecker:
         self._check_all(state)  # it may have taken a version meanwhile
 
     def _check_all(self, state: CheckState) -> None:
-        """Checks the versions that the server took, in order. The last one counts as verified if nobody knows it."""
+        """Checks the versions that the server took, in order. A last one without expectations counts as verified."""
         deadline = time.monotonic() + self._timeout_s
         while not self._closed.is_set():
             with state.lock:
