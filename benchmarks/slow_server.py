@@ -154,7 +154,7 @@ def push_all(
 def slow_marks(sender: WeightSender) -> dict[str, list[bool]]:
     """Servers that are known to be slow: [to give, to take]."""
     links = cast(Pushing, sender._delivery).links
-    return {name: [name in links.gives_slowly, name in links.takes_slowly] for name in sorted(links.slow)}
+    return {name: [name in links.slow_uplinks, name in links.slow_downlinks] for name in sorted(links.slow)}
 
 
 def serving(sender: WeightSender, version: int) -> set[str]:

@@ -318,7 +318,7 @@ class Network:
         is_own = pull.error == OWN_LINK and (
             dispatch.givers == {TRAINER}
             if is_chained
-            else self.links.took_slowly(pending.update, Server(client.name, client.node))
+            else self.links.had_slow_downlink(pending.update, Server(client.name, client.node))
         )
         if is_own or (pull.error and client.name in self.frozen):
             self.lost.append(client.name)

@@ -163,7 +163,7 @@ class Pushing:
             return HELD_UP not in reason
         if dispatch.is_chained:
             return dispatch.givers <= set(self._ranks.addresses)
-        return self.links.took_slowly(pending.update, _server(dispatch.client))
+        return self.links.had_slow_downlink(pending.update, _server(dispatch.client))
 
 
 def _server(client: ServerClient) -> Server:

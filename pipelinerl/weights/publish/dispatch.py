@@ -43,8 +43,8 @@ def chained(
         ready: `in_order`.
         ranks: addresses of the trainer's ranks, each of which has one stripe.
     """
-    fit = [client for client in ready if not client.is_suspect and client.name not in links.takes_slowly]
-    givers = [client for client in fit if client.name in links.gives_slowly]
+    fit = [client for client in ready if not client.is_suspect and client.name not in links.slow_downlinks]
+    givers = [client for client in fit if client.name in links.slow_uplinks]
     returned = [client for client in fit if client.name in links.returned and client not in givers]
     well = [client for client in fit if client not in givers and client not in returned]
     last = [*returned, *givers[:1]] if well else []
@@ -93,7 +93,7 @@ def late(
         is_overdue: the version should have come long ago, so the trainer gives it to all that find no free server.
     """
     pulls = list(pending.pulls.values())
-    free = [client for client in holders if client.name not in links.gives_slowly]
+    free = [client for client in holders if client.name not in links.slow_uplinks]
     dispatches: list[Dispatch] = []
     for client in sorted(ready, key=lambda client: _urgency(client, links)):
         under_way = [*pulls, *dispatches]
@@ -111,7 +111,7 @@ def late(
 
 def _urgency(client: ServerClient, links: LinkTable) -> tuple[bool, int]:
     """Those that are soon free to give it on come first, then those that are furthest behind."""
-    return client.name in links.takes_slowly, -1 if client.serves is None else client.serves
+    return client.name in links.slow_downlinks, -1 if client.serves is None else client.serves
 
 
 def _late_pull(

@@ -107,8 +107,8 @@ class LinkTable:
         """Number of planned updates. Versions may be skipped, so theirs do not count."""
         self.turn = 0
         """Number of servers and nodes by which the beginning of the chain has moved."""
-        self.gives_slowly = self.takes_slowly = frozenset[str]()
-        """Servers."""
+        self.slow_uplinks = self.slow_downlinks = frozenset[str]()
+        """Names of servers that are slow to send, and to receive."""
         self.returned = set[str]()
         """Servers that were slow until their figures were forgotten. Nobody should wait for them yet."""
         self._figures: dict[Edge, Figure] = {}
@@ -117,7 +117,7 @@ class LinkTable:
 
     @property
     def slow(self) -> frozenset[str]:
-        return self.gives_slowly | self.takes_slowly
+        return self.slow_uplinks | self.slow_downlinks
 
     def plan(self, nodes: Mapping[str, str], heads: int = 1) -> None:
         """Judges the servers for the next update.
@@ -133,20 +133,20 @@ class LinkTable:
         forgotten = {end for link in here.keys() - self._figures.keys() for end in (link.giver, link.taker)}
         self._paces = {update: paces for update, paces in self._paces.items() if self.update - update <= COMPARED}
         found = slow_ends(self._figures, self._best())
-        before, gave, took = self.slow, self.gives_slowly, self.takes_slowly
+        before, gave, took = self.slow, self.slow_uplinks, self.slow_downlinks
         gives, takes = ({end for does, end in found if does == what} for what in ("gives", "takes"))
-        self.gives_slowly = frozenset(name for name, node in nodes.items() if {name, node} & gives)
-        self.takes_slowly = frozenset(name for name, node in nodes.items() if {name, node} & takes)
+        self.slow_uplinks = frozenset(name for name, node in nodes.items() if {name, node} & gives)
+        self.slow_downlinks = frozenset(name for name, node in nodes.items() if {name, node} & takes)
         self.returned |= {name for name in before - self.slow if {name, nodes.get(name)} & forgotten}
         self.returned &= nodes.keys()
-        if self.update > 1 and (self.turn + 1) * heads < HEADS + len(self.takes_slowly):
+        if self.update > 1 and (self.turn + 1) * heads < HEADS + len(self.slow_downlinks):
             self.turn += 1
-        for name in sorted((gave ^ self.gives_slowly) | (took ^ self.takes_slowly)):
+        for name in sorted((gave ^ self.slow_uplinks) | (took ^ self.slow_downlinks)):
             log.warning(
-                "event=server_pace server=%s gives_slowly=%s takes_slowly=%s",
+                "event=server_pace server=%s slow_uplink=%s slow_downlink=%s",
                 name,
-                name in self.gives_slowly,
-                name in self.takes_slowly,
+                name in self.slow_uplinks,
+                name in self.slow_downlinks,
             )
 
     def record(
@@ -189,7 +189,7 @@ class LinkTable:
             elif known.update == update:
                 self._figures[link] = max(known, figure, key=lambda figure: (figure.ahead, figure.pace))
 
-    def took_slowly(self, update: int, taker: Server) -> bool:
+    def had_slow_downlink(self, update: int, taker: Server) -> bool:
         """Whether a link to this server was slow in this update, and its source is not in doubt."""
         best, ends = self._best(), {taker.name, taker.node}
         found = slow_ends(self._figures, best)

@@ -180,7 +180,7 @@ def test_server_that_gave_slowly_is_back_when_its_figures_are_forgotten() -> Non
     made = network(8, 16, {3: ("uplink", 10)})
     for _ in range(5):
         made.push()
-    assert made.links.gives_slowly == {"s3"}
+    assert made.links.slow_uplinks == {"s3"}
     made.nodes[3].up = constant(RATE)
     times = [max(made.push().values()) for _ in range(18)]
     assert (made.links.slow, made.links.returned) == (set(), {"s3"})

@@ -74,7 +74,7 @@ def test_chain_of_servers_that_are_known_by_their_leases_enters_every_other_node
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_nobody_pulls_from_slow_and_failed_servers_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
     clients, links = on_own_nodes(4), LinkTable()
-    links.gives_slowly, links.takes_slowly = frozenset({"actor_llm_0"}), frozenset({"actor_llm_3"})
+    links.slow_uplinks, links.slow_downlinks = frozenset({"actor_llm_0"}), frozenset({"actor_llm_3"})
     clients[1].is_suspect = True
     found = planned([clients[number] for number in order], links)
     assert found == {"actor_llm_2": ["trainer"], "actor_llm_0": ["s2", "trainer"]}
@@ -82,7 +82,7 @@ def test_nobody_pulls_from_slow_and_failed_servers_in_whatever_order_they_come(o
 
 def test_one_server_that_gives_slowly_is_the_end_of_the_chain_and_others_are_late() -> None:
     links = LinkTable()
-    links.gives_slowly = frozenset({"actor_llm_0", "actor_llm_1"})
+    links.slow_uplinks = frozenset({"actor_llm_0", "actor_llm_1"})
     found = planned(on_own_nodes(4), links)
     assert {name: before[0] for name, before in found.items()} == {
         "actor_llm_2": "trainer",
@@ -93,7 +93,7 @@ def test_one_server_that_gives_slowly_is_the_end_of_the_chain_and_others_are_lat
 
 def test_others_keep_their_neighbours_when_a_server_becomes_late() -> None:
     links = LinkTable()
-    links.turn, links.takes_slowly = 1, frozenset({"actor_llm_0"})
+    links.turn, links.slow_downlinks = 1, frozenset({"actor_llm_0"})
     found = planned(on_own_nodes(4), links)
     assert {name: before[0] for name, before in found.items()} == {
         "actor_llm_1": "trainer",
@@ -104,7 +104,7 @@ def test_others_keep_their_neighbours_when_a_server_becomes_late() -> None:
 
 def test_if_nobody_is_well_all_get_the_version_in_a_chain() -> None:
     clients, links = on_own_nodes(2), LinkTable()
-    links.takes_slowly = frozenset({"actor_llm_0"})
+    links.slow_downlinks = frozenset({"actor_llm_0"})
     clients[1].is_suspect = True
     assert planned(clients, links) == {"actor_llm_0": ["trainer"], "actor_llm_1": ["s0", "trainer"]}
 
@@ -131,7 +131,7 @@ def test_late_server_waits_for_one_that_has_the_version() -> None:
 def test_late_servers_pull_from_one_each_and_from_nobody_who_is_slow_to_send() -> None:
     first, second, *ready = on_own_nodes(5)
     links = LinkTable()
-    links.gives_slowly = frozenset({second.name})
+    links.slow_uplinks = frozenset({second.name})
     dispatches = late(pending_version(), ready, [first, second], links, [TRAINER], 64)
     assert [sources(one) for one in dispatches] == [["s0", "trainer"], ["trainer"]]
 
@@ -167,7 +167,7 @@ def test_trainer_gives_to_one_late_server_at_a_time() -> None:
 def test_late_server_that_takes_slowly_is_the_last_of_them() -> None:
     holder, slow, healthy = on_own_nodes(3)
     links = LinkTable()
-    links.takes_slowly = frozenset({slow.name})
+    links.slow_downlinks = frozenset({slow.name})
     dispatches = late(pending_version(), [slow, healthy], [holder], links, [TRAINER], 64)
     assert [(one.client, sources(one)[0]) for one in dispatches] == [(healthy, "s0"), (slow, "trainer")]
 

@@ -43,8 +43,8 @@ def test_end_of_one_slow_link_may_be_either_and_its_other_links_tell_which() -> 
     assert ends(*first) == {("gives", "2"), ("takes", "3")}
     took_well = (2, "5", "3", 1.0, 1.0)
     assert ends(*first, took_well) == {("gives", "2")}
-    took_slowly = (2, "5", "3", 10.0, 10.0)
-    assert ends(*first, took_slowly) == {("takes", "3")}
+    had_slow_downlink = (2, "5", "3", 10.0, 10.0)
+    assert ends(*first, had_slow_downlink) == {("takes", "3")}
     gave_well = (2, "2", "4", 1.0, 0.0)
     assert ends(*first, gave_well) == {("takes", "3")}
 
@@ -127,7 +127,7 @@ def test_slow_link_between_nodes_makes_all_servers_of_a_node_slow() -> None:
     table = LinkTable()
     chain_of_two_nodes(table, crossing_s=100.0)
     table.plan(NODES)
-    assert (table.gives_slowly, table.takes_slowly) == ({"a0", "a1"}, {"b0", "b1"})
+    assert (table.slow_uplinks, table.slow_downlinks) == ({"a0", "a1"}, {"b0", "b1"})
 
 
 def test_network_is_compared_with_the_network_alone() -> None:
@@ -173,7 +173,7 @@ def test_figure_counts_from_a_quarter_of_the_part_or_two_seconds_on(
     record(table, "a0", [seen(TRAINER_ADDRESS, 0.2, 0.2)])
     record(table, "b0", [seen(address("a1"), seconds, seconds, num_bytes)], is_chained=False)
     table.plan(NODES)
-    assert table.takes_slowly == expected
+    assert table.slow_downlinks == expected
 
 
 def test_server_is_at_fault_for_a_failure_only_if_whoever_gave_is_not_in_doubt() -> None:
@@ -181,7 +181,7 @@ def test_server_is_at_fault_for_a_failure_only_if_whoever_gave_is_not_in_doubt()
     chain_of_two_nodes(table)
     table.plan(NODES)
     record(table, "b0", [seen(address("a1"), 100, 100)], is_chained=False)
-    assert not table.took_slowly(table.update, Server("b0", "b"))  # nothing newer clears node a
+    assert not table.had_slow_downlink(table.update, Server("b0", "b"))  # nothing newer clears node a
     table.record(
         table.update,
         Server("b1", "b"),
@@ -190,7 +190,7 @@ def test_server_is_at_fault_for_a_failure_only_if_whoever_gave_is_not_in_doubt()
         [],
         is_chained=False,
     )
-    assert table.took_slowly(table.update, Server("b0", "b"))
+    assert table.had_slow_downlink(table.update, Server("b0", "b"))
 
 
 def test_trainer_that_gives_to_late_servers_and_after_others_failed_is_not_judged() -> None:
@@ -261,13 +261,13 @@ def test_late_pull_from_the_trainer_clears_a_server_and_never_accuses_it() -> No
     table = LinkTable()
     chain_of_two_nodes(table, crossing_s=100.0)
     table.plan(NODES)
-    assert table.takes_slowly == {"b0", "b1"}
+    assert table.slow_downlinks == {"b0", "b1"}
     record(table, "b0", [seen(TRAINER_ADDRESS, 100, 100)], is_chained=False)
     table.plan(NODES)
-    assert table.takes_slowly == {"b0", "b1"}
+    assert table.slow_downlinks == {"b0", "b1"}
     record(table, "b0", [seen(TRAINER_ADDRESS, 10, 10)], is_chained=False)
     table.plan(NODES)
-    assert table.takes_slowly == set()
+    assert table.slow_downlinks == set()
 
 
 def test_servers_are_named_when_they_become_slow_and_when_they_are_well_again(
@@ -276,8 +276,8 @@ def test_servers_are_named_when_they_become_slow_and_when_they_are_well_again(
     table = LinkTable()
     chain_of_two_nodes(table, crossing_s=100.0)
     table.plan(NODES)
-    assert "event=server_pace server=b0 gives_slowly=False takes_slowly=True" in caplog.messages
+    assert "event=server_pace server=b0 slow_uplink=False slow_downlink=True" in caplog.messages
     assert len(caplog.messages) == 4
     chain_of_two_nodes(table)
     table.plan(NODES)
-    assert "event=server_pace server=b0 gives_slowly=False takes_slowly=False" in caplog.messages
+    assert "event=server_pace server=b0 slow_uplink=False slow_downlink=False" in caplog.messages
