@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from pipelinerl.config.servers import FIRST_ROLLOUTS, MOST_ROLLOUTS
 
-SMALLEST = 1
 GROWTH = 0.1
 """Share of the limit that one turn of all rollouts adds after the first congestion."""
 DECREASE = 0.8
+"""Share of the limit that is left after a congestion."""
 NEARLY_FULL = 0.85
+"""Share of the cache in use above which the limit does not grow."""
 FULL = 0.97
+"""Share of the cache in use above which waiting requests are a congestion. Some blocks are always free."""
 USED = 0.5
 """The limit grows only while at least this share of it is in use. Rollouts in their tools are not at the server."""
 QUEUE = 0.1
@@ -63,7 +65,7 @@ class Admission:
         if load.is_congested:
             if waits:  # the rollouts that made the cache full need a turn to end
                 return Admission(limit=self.limit, is_first_climb=False, until_decrease=waits)
-            limit = max(min(self.limit, load.running + load.waiting) * DECREASE, SMALLEST)
+            limit = max(min(self.limit, load.running + load.waiting) * DECREASE, 1)
             return Admission(limit=limit, is_first_climb=False, until_decrease=limit)
         is_used = load.running + load.waiting >= USED * self.rollouts
         growth = 0.0

@@ -23,6 +23,7 @@ from pipelinerl.world import Span
 log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
+"""Time for node 0 to answer at the place where the workers have just met."""
 
 
 class PartEndedError(PipelineRLError):

@@ -50,6 +50,7 @@ except ImportError:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+"""Time between two heartbeats, a small part of `launcher.heartbeat_timeout_s`."""
 IDLE_BEATS = 2
 """A server that leaves ends after this many heartbeats without requests: by then actors know that it drains."""
 GRACEFUL_S = 1
@@ -57,6 +58,7 @@ GRACEFUL_S = 1
 KEEP_ALIVE_S = 300
 """Longer than any client keeps an idle connection, so that no request meets one that is being closed."""
 FATAL_EXIT = 70
+"""Exit code of a server that cannot go on: EX_SOFTWARE of sysexits.h."""
 START_IS_OVER = 0
 """No signal has this number."""
 

@@ -38,8 +38,6 @@ from pipelinerl.weights.transfer.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05
-CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
 """Added to the request's timeout, so that the workers' own deadline fires first and reports the reason."""
 PATIENCE_S = 30.0
@@ -155,7 +153,7 @@ class UpdateControl:
         try:
             pending = set(waits)
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                 errors = [error for wait in done if (error := wait.exception()) is not None]
                 if errors:
                     links = [link for error in errors if isinstance(error, TransferError) for link in error.links]
@@ -182,10 +180,10 @@ class UpdateControl:
 
     async def check(self, version: int) -> WeightCheck:
         """Compares the live tensors with the bytes of ``version`` on all workers."""
-        poll_s = CHECK_POLL_S
+        poll_s = 0.002  # of a small model it takes milliseconds, of a large one seconds
         while None in (results := await self._engine.call_workers("weight_check", version)):
             await asyncio.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, MAX_CHECK_POLL_S)
+            poll_s = min(1.5 * poll_s, 0.05)
         return combined(msgspec.convert(results, list[WeightCheck]))
 
     async def info(self) -> WeightInfo:

@@ -11,6 +11,7 @@ import numpy as np
 from pipelinerl.records.order import DataOrder, GroupOutcome
 
 PROBLEM_CHARS = 4096
+"""Longest problem in a record, which people read in tables and on pages."""
 
 RewardMode = Literal["rollout", "texts", "steps"]
 """Rewards of a rollout's texts (docs/algorithms.md §1). `rollout`: one reward for all texts. `texts`: one per text,

@@ -25,7 +25,9 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 RETENTION_SLICES = 8
+"""Marks in the bytes that are kept. Up to one slice more is kept."""
 _BLOCK_S = 1.0
+"""Longest wait in one call, so that signals are handled meanwhile."""
 _backend: Backend | None = None
 
 

@@ -23,6 +23,7 @@ from pipelinerl.streams.frames import MAX_PAYLOAD_BYTES, Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 
 MAX_RECORDS_PER_READ = 256
+"""Records of one read, so that a reader that is far behind holds few at a time."""
 RETENTION = "retention"
 """Name of the writer's own reader on a topic without other named readers. It bounds the topic and reads no record."""
 

@@ -19,7 +19,7 @@ from pipelinerl.streams.frames import Buffer
 
 R = TypeVar("R")
 
-_EXT_ARRAY = 1
+_EXT_ARRAY = 1  # of the format above
 _DTYPES = {
     code: np.dtype(name)
     for code, name in enumerate(

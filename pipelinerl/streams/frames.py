@@ -17,12 +17,13 @@ from pipelinerl.errors import CorruptStreamError
 _FIELDS = struct.Struct("<IIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
-MAX_PAYLOAD_BYTES = 2**32 - 1
+MAX_PAYLOAD_BYTES = 2**32 - 1  # of a uint32
 
 _UNFILLED_BYTES = 256
 """A frame that ends the file and fails its checksum counts as incomplete if this many bytes at its end are zero."""
 _OFFSET = struct.Struct("<Q")
-_OFFSET_PLACE = 8
+_OFFSET_PLACE = struct.calcsize("<II")
+"""Byte of the header at which the offset begins."""
 
 Buffer = bytes | bytearray | memoryview
 

@@ -33,6 +33,7 @@ from pipelinerl.world.tls import redis_options
 log = logging.getLogger(__name__)
 
 _RECORDS_PER_READ = 64
+"""Records of one read. The server copies them into one answer."""
 _RESTART_S = 60.0
 """Time for a frozen redis to restart, counted from its heartbeat timeout, which detects the freeze."""
 

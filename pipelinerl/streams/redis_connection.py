@@ -20,11 +20,13 @@ SYNC_REQUESTS = "pipelinerl:sync"
 """List of pending sync requests (their reply keys). The redis role pops them, syncs the log, and replies."""
 SYNC_REPLIES = "pipelinerl:synced:"
 BLOCK_S = 1.0
+"""Longest wait in one blocking command, well below the time for an answer."""
 ASK_AGAIN_S = 5.0
 """A sync that is not answered within this is asked for again."""
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""Pauses between two attempts during an outage, each twice the one before."""
 _SOCKET_TIMEOUT_S = 10.0
+"""Time for an answer at first. It doubles while answers do not come in time, because a large record takes longer."""
 AWAY = (redis_client.ConnectionError, redis_client.TimeoutError)
 
 

@@ -10,7 +10,7 @@ import select
 import time
 from pathlib import Path
 
-_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
+_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100  # of <sys/inotify.h>
 _UNREPORTED_S = 0.1
 """Longest wait with a watch."""
 _UNWATCHED_S = 0.01

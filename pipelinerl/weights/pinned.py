@@ -2,7 +2,6 @@
 
 import torch
 
-EXACT_ABOVE_MB = 1
 _KEY = "pinned_max_round_threshold_mb"
 
 
@@ -20,5 +19,5 @@ def pin_exactly() -> None:
     settings_now = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 — no public way at run time
     if settings_now is not None and _KEY not in (settings := settings_now()):
         # By default each allocation is rounded up to a power of two: 17 GiB take 32.
-        exact = f"{_KEY}:{EXACT_ABOVE_MB}"
+        exact = f"{_KEY}:1"
         torch._C._accelerator_setAllocatorSettings(f"{settings},{exact}" if settings else exact)  # noqa: SLF001 — as above

@@ -21,8 +21,11 @@ from pipelinerl.streams.wakeup import FolderWatch
 from pipelinerl.world.disk import make_folder, replace_file, sync_path
 
 _GAP_CHECK_S = 1.0
+"""Time between two searches for newer segments while no record comes, which tell a missing record from a late one."""
 _REREADS = 3
+"""Times that a damaged record is read again, because a recovering writer may be replacing a torn frame."""
 _REREAD_PAUSE_S = 0.02
+"""Pause before each, longer than a writer takes to cut a frame off."""
 
 
 class FilesCursor(Cursor):

@@ -13,6 +13,7 @@ from pipelinerl.streams.frames import Buffer
 
 MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
+"""Bytes of one read. A larger frame is read alone."""
 _MAX_LOST_IN_A_ROW = 1000
 """Number of following records that are searched by their offsets after a damaged header."""
 

@@ -23,7 +23,9 @@ MOST_GROUPS = 4
 MOST_SKIPPED = 64
 """A group that failed is tried again after one update, then after two, four, … up to this many."""
 MEMBER_THREADS = 64
+"""Members that are asked to join at a time."""
 GRACE_S = 1.0
+"""Added to a member's own deadline, so that its error comes before ours."""
 _replies: msgspec.json.Decoder[Joined | Failed] = msgspec.json.Decoder(Joined | Failed)
 
 

@@ -32,8 +32,6 @@ from pipelinerl.weights.verify.checker import Expected, Miss, WeightChecker
 from pipelinerl.weights.verify.probe import ProbeText
 from pipelinerl.world import Job
 
-SAMPLE_POLL_S = 0.05
-
 
 class WeightSender:
     """Sends weights to the servers. Only the trainer's rank 0 uses it.
@@ -143,7 +141,7 @@ class WeightSender:
         while (text := self._checker.sample(shape, vocab_size, seed, timeout_s)) is None:
             if time.monotonic() >= deadline:
                 break
-            time.sleep(SAMPLE_POLL_S)
+            time.sleep(0.05)
         return text
 
     def check_with(self, text: ProbeText) -> None:

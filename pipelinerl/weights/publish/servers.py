@@ -33,6 +33,7 @@ from pipelinerl.world.proxies import own_client
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
+"""A server that accepts no connection, or does not tell its state, within this time is not up: its engine is frozen."""
 GRACE_S = 1.0
 """Added to an update's timeout, so that the server's own deadline fires first and reports the reason."""
 UNREADABLE = (ValueError, RecursionError)

@@ -27,6 +27,7 @@ from pipelinerl.weights.store.publisher import Publisher
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Pause after a version that could not be published."""
 
 T = TypeVar("T")
 

@@ -18,7 +18,9 @@ from pipelinerl.weights.protocol import ParamSpec, PayloadRange, StoredFile, pay
 
 NAME = "manifest"
 MAX_BYTES = 8 << 20
+"""Largest manifest that is read, so that a foreign file fills no memory: `MAX_STEPS` versions of some 700 ranks."""
 MAX_LAYOUT_BYTES = 256 << 20
+"""The same of the list of parameters: a million of 256 bytes each."""
 MAX_STEPS = 64
 """Most versions in a manifest: a whole one, and differences. A late server fetches and applies them all."""
 

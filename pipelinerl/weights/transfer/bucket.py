@@ -14,7 +14,6 @@ from pipelinerl.config.backends import TransportName
 from pipelinerl.weights.transfer.nccl import Group, IsDone
 from pipelinerl.weights.transfer.wire import MESSAGE, Connection, WireError, view_of
 
-POLL_S = 0.0005
 CPU = torch.device("cpu")
 
 
@@ -82,7 +81,7 @@ class NcclTransport:
             if time.monotonic() > deadline:
                 self._group.break_up()
                 raise WireError(f"a bucket was not through NCCL within {self._patience_s:g} s")
-            time.sleep(POLL_S)
+            time.sleep(0.0005)  # a bucket takes milliseconds
 
 
 class IpcTransport:

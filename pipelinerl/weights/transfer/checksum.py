@@ -17,6 +17,7 @@ CPU_ROWS, GPU_ROWS = 64, 1 << 14
 PIECE_BYTES = 1024 * ROW_BYTES
 """A shard's checksum is computed in pieces of this size, so that it never holds up the next version."""
 REMEMBERED = 256
+"""Checksums that are kept: those of all shards of two versions, also of 64 workers and two stripes."""
 
 
 def checksum(buffer: torch.Tensor, first: int = 0) -> str:

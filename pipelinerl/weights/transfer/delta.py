@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-CHUNK_BITS = 16
+CHUNK_BITS = 16  # so that a place in a chunk is a uint16
 CHUNK_WORDS = 1 << CHUNK_BITS
 SEGMENT_WORDS = 16 * CHUNK_WORDS
 """Words that a thread compares at a time, so that what lies between its steps stays in the cache."""

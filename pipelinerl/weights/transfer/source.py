@@ -61,6 +61,7 @@ PULLER_PATIENCE_S = 30.0
 BEATS = 4
 """Number of signs of life that a source sends within ``stall_s``, at least."""
 BEAT_S = 0.25
+"""Time between two signs of life while an order is followed."""
 OLDER_SHARE = 10
 """A puller of an older version gets at most 1 / this of the uplink while others pull the newest."""
 TELL_S, IDLE_TELL_S = 0.1, 0.25

@@ -31,14 +31,16 @@ this NCCL group."""
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 5.0
+"""Longest wait for a connection, and for each byte of the handshake: a stranger that connects and is silent is left."""
 TICKS = 4
 """Number of times that a blocked socket call returns within its patience."""
 MAX_MESSAGE_BYTES = 64 << 20
+"""Longest message. The longest one lists the parameters of a model: a mixture of experts has some megabytes of them."""
 RECORD_BYTES = 16 << 10
 """The longest record of TLS. One is sent at a time, because OpenSSL wants the same bytes again after a time-out."""
 _HEADER = struct.Struct("!BQ")
 _MAGIC = b"PRLW1"
-_NONCE_BYTES = 32
+_NONCE_BYTES = 32  # as long as the digest
 
 T = TypeVar("T")
 

@@ -34,8 +34,11 @@ DUTY = 20
 UNVERIFIED_DUTY = 4
 """The same while a server has not passed its log-probabilities."""
 RETRY_S = 1.0
+"""Pause before a server that did not answer is asked again."""
 MAX_THREADS = 32
+"""Servers that are checked at a time."""
 KEPT_VERSIONS = 32
+"""Versions whose checksums and scores are kept: servers are asked about a version soon after they took it."""
 
 Made = TypeVar("Made")
 

@@ -19,7 +19,9 @@ from pipelinerl.world.disk import replacement
 from pipelinerl.world.proxies import own_client
 
 NUM_TOKENS = 1024
+"""Tokens of the text, at least: enough to see an update in the noise of two kernels, few enough to score often."""
 MAX_LENGTH = 256
+"""Longest sequence of the text: an answer between two fast updates still scores a whole one."""
 FIRST_TIMEOUT_S = 1800.0
 """For an answer of a server that has none of the trainer's weights yet. It computes a whole text, perhaps with more
 roles than cores on its machine. A server that hangs is ended by its launcher."""
