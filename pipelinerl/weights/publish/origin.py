@@ -36,12 +36,12 @@ from pipelinerl.weights.store.files import open_files
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.chain import stripes
 from pipelinerl.weights.transfer.checksum import Sums, checksum
-from pipelinerl.weights.transfer.delta import encode_delta
+from pipelinerl.weights.transfer.delta import CHUNK_WORDS, encode_delta
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.weights.transfer.wire import view_of
 
-STRIPE_UNIT = 128 << 10
-"""Bytes. Stripes begin at multiples of this: of the digest's rows and of the delta's chunks."""
+STRIPE_UNIT = 2 * CHUNK_WORDS
+"""Bytes. Stripes begin at multiples of this: of the delta's chunks, and so of the checksum's rows."""
 DESCRIBED = 4
 """Number of versions whose descriptions are remembered."""
 

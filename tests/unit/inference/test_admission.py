@@ -9,7 +9,7 @@ from pipelinerl.actor.messages import Servers
 from pipelinerl.actor.servers import InferenceServer, ServerLoads
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.config.servers import FIRST_ROLLOUTS, MOST_ROLLOUTS
-from pipelinerl.inference.admission import DECREASE, GROWTH, Admission, Load
+from pipelinerl.inference.admission import Admission, Load
 from tests.unit.actor.test_work import BusyWorkers
 
 LOOK_S = 2
@@ -144,8 +144,9 @@ def test_a_finished_rollout_lets_a_used_limit_grow() -> None:
     first = Admission()
     assert first.after(Load(kv_use=0.2, running=FIRST_ROLLOUTS, finished=8)).limit == FIRST_ROLLOUTS + 8
     later = Admission(limit=100.0, is_first_climb=False)
-    assert later.after(Load(kv_use=0.2, running=100, finished=100)).limit == pytest.approx(100 + 100 * GROWTH)
+    assert later.after(Load(kv_use=0.2, running=100, finished=100)).limit == pytest.approx(110)
     assert later.after(Load(kv_use=0.2, running=49, finished=100)).limit == 100  # unused
+    assert later.after(Load(kv_use=0.84, running=50, waiting=10, finished=100)).limit == pytest.approx(110)
     assert later.after(Load(kv_use=0.9, running=100, finished=100)).limit == 100  # nearly full
     assert (
         later.after(Load(kv_use=0.2, running=80, waiting=20, finished=100)).limit == 100
@@ -154,12 +155,12 @@ def test_a_finished_rollout_lets_a_used_limit_grow() -> None:
 
 
 def test_a_full_cache_lowers_the_limit_once_a_turn() -> None:
-    full = Load(kv_use=0.99, running=90, waiting=10)
+    full = Load(kv_use=0.97, running=90, waiting=10)
     lowered = Admission(limit=100.0).after(full)
-    assert (lowered.limit, lowered.is_first_climb) == (100 * DECREASE, False)
+    assert (lowered.limit, lowered.is_first_climb) == (80, False)
     assert lowered.after(full).limit == lowered.limit
     waited = lowered.after(Load(kv_use=0.9, running=80, finished=80))
-    assert waited.after(full).limit == pytest.approx(lowered.limit * DECREASE)
+    assert waited.after(full).limit == pytest.approx(64)
     assert Admission(limit=1.0).after(Load(kv_use=1.0, running=1, preempted=3)).rollouts == 1
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelinerl.weights.base_files import SAMPLE, base_digest
+from pipelinerl.weights.base_files import base_digest
 
+SAMPLE = 4096
 WEIGHTS = {"a.weight": torch.arange(3 * SAMPLE, dtype=torch.float32), "b.weight": torch.ones(2, 3)}
 
 

@@ -87,3 +87,15 @@ def test_sender_waits_longer_than_the_server_which_says_what_held_it_up() -> Non
     with pytest.raises(WeightUpdateError, match=r"a has not version 1 within weights\.timeout_s=60"):
         asyncio.run(post())
     assert waited == [61.0]
+
+
+async def test_server_that_does_not_tell_its_state_within_five_seconds_is_not_up() -> None:
+    waited = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        waited.append(request.extensions["timeout"]["read"])
+        raise httpx.ReadTimeout("no answer")
+
+    async with client_of(answer) as client:
+        assert await client.info() is None
+    assert waited == [5.0]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from pipelinerl.weights.publish.versions import RETRY, DeltaChoice
+from pipelinerl.weights.publish.versions import DeltaChoice
+
+RETRY = 64
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -78,6 +78,15 @@ def test_whole_version_stays_while_differences_lead_on_from_it(tmp_path: Path) -
     assert not one.extends(9, 7, [(0, 1)]), "it does not follow from what is published"
 
 
+def test_64_versions_are_the_most_that_a_late_server_applies(tmp_path: Path) -> None:
+    one = publisher(tmp_path)
+    publish(one, tmp_path, 0)
+    for version in range(1, 64):
+        assert one.extends(version, version - 1, [(0, 1)])
+        publish(one, tmp_path, version, base=version - 1, num_bytes=1)
+    assert not one.extends(64, 63, [(0, 1)])
+
+
 def test_files_of_a_former_process_go_when_they_have_been_replaced(tmp_path: Path) -> None:
     publish(publisher(tmp_path, sender="a"), tmp_path, 3)
     (tmp_path / ".g1-01234567-4-0.whole.77").write_bytes(b"half")

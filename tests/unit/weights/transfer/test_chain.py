@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.fan_out import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.transfer.chain import MIN_BUCKET_BYTES, bucket_bytes, chain, join, stripes
+from pipelinerl.weights.transfer.chain import bucket_bytes, chain, join, stripes
 
 ORIGIN = Address("trainer", 1)
 
@@ -30,6 +30,11 @@ def test_chain_enters_a_server_once_and_goes_through_its_workers() -> None:
     assert [sources(first, 1)[0], sources(second, 0)[0], sources(second, 1)[0]] == ["s0:1", "s0:1", "s1:1"]
 
 
+def test_worker_asks_the_32_before_it_in_its_server_first() -> None:
+    (route,) = chain([[worker(0, index) for index in range(40)]], [((0, 100), ORIGIN)])
+    assert sources(route, 39) == [*(f"s0:{1 + index}" for index in range(38, 6, -1)), "trainer:1"]
+
+
 def test_stripes_begin_at_different_servers() -> None:
     routes = chain([[worker(i)] for i in range(4)], [((0, 50), ORIGIN), ((50, 100), Address("rank1", 1))])
     assert [sources(route, part=0)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1"]
@@ -49,7 +54,7 @@ def test_stripes_cover_every_byte_once_in_whole_units() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "workers", "expected"),
-    [(64 << 20, 1, 1 << 20), (64 << 20, 16, 256 << 10), (1 << 20, 64, MIN_BUCKET_BYTES), (14 << 30, 512, 1 << 20)],
+    [(64 << 20, 1, 1 << 20), (64 << 20, 16, 256 << 10), (1 << 20, 64, 128 << 10), (14 << 30, 512, 1 << 20)],
 )
 def test_bucket_is_small_in_a_long_chain(num_bytes: int, workers: int, expected: int) -> None:
     assert bucket_bytes(1 << 20, num_bytes, workers) == expected

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from pipelinerl.config.environment import CA_VARIABLE, SECRET_VARIABLE
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.transfer.wire import DATA, Connection, WireError, listen
+from pipelinerl.weights.transfer.wire import ALIVE, DATA, Connection, WireError, listen
 from pipelinerl.world.tls import made_authority
+from tests.says import says
 from tests.sender_kit import wait_for
 
 SECRET = "secret of a run"
@@ -127,3 +129,39 @@ def test_wait_ends_at_its_patience_and_when_another_thread_closes_it(wire: str) 
         with pytest.raises(WireError):
             dialler.receive()
         closing.join()
+
+
+def test_message_of_more_than_64_mib_is_refused_before_it_is_read(wire: str) -> None:
+    with both_ends() as (address, _), contextlib.closing(Connection.dial(address, SECRET, DEADLINE_S)) as dialler:
+        with pytest.raises(WireError, match=says("message", 64 << 20)):
+            dialler.read_message((64 << 20) + 1, msgspec.json.Decoder(Address))
+
+
+def test_answer_comes_behind_signs_of_life(wire: str) -> None:
+    with (
+        both_ends() as (address, accepted),
+        contextlib.closing(Connection.dial(address, SECRET, DEADLINE_S)) as dialler,
+    ):
+        listener = accepted()
+        for kind in (ALIVE, ALIVE):
+            listener.send(kind)
+        listener.send_message(Address("a", 1))
+        assert dialler.receive_answer(msgspec.json.Decoder(Address)) == Address("a", 1)
+        listener.send(DATA)
+        with pytest.raises(WireError, match=says("frame", "answer")):
+            dialler.receive_answer(msgspec.json.Decoder(Address))
+        dialler.close()
+
+
+def test_stranger_is_left_within_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        waited.append(timeout)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for patience_s in (2.0, 60.0):
+        with pytest.raises(WireError, match="no answer"):
+            Connection.dial(Address("stranger", 1), SECRET, patience_s)
+    assert waited == [2.0, 5.0]

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from pipelinerl.weights.verify.calibration import (
-    LIMIT,
-    NOISE_FLOOR,
     Baseline,
     calibrate,
     check_version,
@@ -35,7 +33,7 @@ def test_calibration_takes_the_spread_as_noise_and_refuses_one_beyond_the_tolera
 
 def test_float32_servers_have_the_noise_floor() -> None:
     baseline, _ = calibrate(np.full(N, -1.0), np.full(N, -1.0), tolerance=2e-4)
-    assert baseline.noise == NOISE_FLOOR
+    assert baseline.noise == 2e-4
     server = np.full(N, -1.0) + 1e-4
     assert check_version(baseline, server, np.full(N, -1.0))[1].fault == ""
     assert check_version(baseline, server + 1e-3, np.full(N, -1.0))[1].fault
@@ -144,7 +142,7 @@ def test_a_fault_leaves_the_baseline_as_it_was_and_says_both_figures() -> None:
     after, verdict = check_version(baseline, model.server(model.step(1.0)), model.trainer(model.truth))
     assert after is baseline
     assert "not those of the weights" in verdict.fault
-    assert verdict.limit == pytest.approx(LIMIT * baseline.noise)
+    assert verdict.limit == pytest.approx(3 * baseline.noise)
     assert verdict.difference > verdict.limit
 
 
