@@ -16,7 +16,6 @@ from pipelinerl.records import ProbeMissed, Rollout, RolloutGroup, TrainingDone,
 from pipelinerl.testing import FakeServer
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.publish.sender import WeightSender
-from pipelinerl.weights.verify.checker import Miss
 from pipelinerl.weights.verify.probe import ProbeText
 from tests.actor_run import ATTEMPTS, Run, answer_largest, make_runs
 from tests.integration.conftest import SECRET, ModelServer
@@ -213,7 +212,8 @@ class Sending:
 
     def miss(self, server: ProbedServer, *, is_final: bool) -> None:
         """The server misses the probe of version 0. Returns when it is out of service."""
-        done, miss = threading.Event(), Miss(server=server.job.name, version=0, since=0, is_final=is_final, reason="-")
+        done = threading.Event()
+        miss = ProbeMissed(server=server.job.name, version=0, since=0, is_final=is_final, reason="-")
         assert self.sender._checker is not None
         self.sender._checker.stop_check(miss.server)
         self.sender._loop.call(lambda: (self.sender._queue_miss(miss), done.set()))

@@ -232,7 +232,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
 def test_server_that_missed_its_probe_fetches_the_whole_version_again(
     start_model_server: Any, make_trainer: Any, url: str
 ) -> None:
-    from pipelinerl.weights.verify.checker import Miss
+    from pipelinerl.records import ProbeMissed
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     for server in servers:
@@ -243,7 +243,7 @@ def test_server_that_missed_its_probe_fetches_the_whole_version_again(
         sent["embed"][version] += 1.0
         trainer.send(version, sent)
     before = servers[0].swaps
-    miss = Miss(server="actor_llm_0", version=1, since=0, is_final=False, reason="test")
+    miss = ProbeMissed(server="actor_llm_0", version=1, since=0, is_final=False, reason="test")
     trainer.sender._loop.call(lambda: trainer.sender._queue_miss(miss))
     wait_for(lambda: any(getattr(message, "server", "") == "actor_llm_0" for message in trainer.announced))
     wait_for(lambda: set(getattr(trainer.announced[-1], "servers", ())) == {"actor_llm_0", "actor_llm_1"})

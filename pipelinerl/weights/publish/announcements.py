@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pipelinerl.errors import ServersExpelledError
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, ProbePassed, WeightUpdateSuccess
 from pipelinerl.weights.publish.servers import ServerClient
-from pipelinerl.weights.verify.calibration import LogprobVerdict
-from pipelinerl.weights.verify.checker import Miss
 
 Announcement = WeightUpdateSuccess | ProbeMissed | CalibrationExceeded | ProbePassed
 
@@ -45,22 +43,13 @@ class Announcements:
         """Counts the servers that were announced with this version or a newer one."""
         return sum(served >= version for served in tuple(self.serving.values()))
 
-    def missed(self, miss: Miss, clients: Sequence[ServerClient]) -> None:
+    def missed(self, miss: ProbeMissed, clients: Sequence[ServerClient]) -> None:
         """Announces a failed probe at once. The new state of the servers follows with ``announce``.
 
         Raises:
             ServersExpelledError: no server is left.
         """
-        self._write(
-            ProbeMissed(
-                server=miss.server,
-                version=miss.version,
-                since=miss.since,
-                is_final=miss.is_final,
-                reason=miss.reason,
-                timestamp=time.time(),
-            )
-        )
+        self._write(miss)
         self.serving.pop(miss.server, None)
         if miss.is_final and all(client.is_expelled for client in clients):
             raise ServersExpelledError(
@@ -69,13 +58,9 @@ class Announcements:
                 "healthy, raise weights.probe_tolerance"
             )
 
-    def exceeded(self, server: str, verdict: LogprobVerdict) -> None:
+    def exceeded(self, message: CalibrationExceeded) -> None:
         """Announces a server that differs too much from the trainer at version 0."""
-        self._write(
-            CalibrationExceeded(
-                server=server, difference=verdict.difference, limit=verdict.limit, timestamp=time.time()
-            )
-        )
+        self._write(message)
 
     def announce(self, clients: Sequence[ServerClient], verified: Mapping[str, int]) -> bool:
         """Announces which server serves and has been verified with which version. Returns False if nothing has changed.

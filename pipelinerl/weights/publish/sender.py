@@ -18,6 +18,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
+from pipelinerl.records import CalibrationExceeded, ProbeMissed
 from pipelinerl.weights.protocol import Address, ParamSpec, WeightInfo
 from pipelinerl.weights.publish.announcements import Announcement, Announcements, PushStats
 from pipelinerl.weights.publish.delivery import Delivery, Pushing
@@ -27,8 +28,7 @@ from pipelinerl.weights.publish.servers import Fetching, ServerClient, ServerPoo
 from pipelinerl.weights.publish.store_delivery import Publishing
 from pipelinerl.weights.publish.supervision import Supervision
 from pipelinerl.weights.publish.versions import PendingVersion, SnapshotPlan
-from pipelinerl.weights.verify.calibration import LogprobVerdict
-from pipelinerl.weights.verify.checker import Expected, Miss, WeightChecker
+from pipelinerl.weights.verify.checker import Expected, WeightChecker
 from pipelinerl.weights.verify.probe import ProbeText
 from pipelinerl.world import Job
 
@@ -67,8 +67,8 @@ class WeightSender:
         self._taking = threading.Lock()
         """Held while a snapshot is taken or offered to servers."""
         self._announcements = Announcements(announce)
-        self._misses: list[Miss] = []
-        self._exceeded: deque[tuple[str, LogprobVerdict]] = deque()
+        self._misses: list[ProbeMissed] = []
+        self._exceeded: deque[CalibrationExceeded] = deque()
         self._checker = None
         if settings.probe_tolerance is not None:
             self._checker = WeightChecker(
@@ -226,7 +226,7 @@ class WeightSender:
         await self._delivery.close()
         await self._pool.close()
 
-    def _queue_miss(self, miss: Miss) -> None:
+    def _queue_miss(self, miss: ProbeMissed) -> None:
         """Takes the server out of service. It gets the whole version again unless this was its second miss."""
         client = self._pool.get(miss.server)
         if client is not None:
@@ -236,9 +236,9 @@ class WeightSender:
         self._misses.append(miss)
         self._loop.wake()
 
-    def _queue_exceeded(self, server: str, verdict: LogprobVerdict) -> None:
+    def _queue_exceeded(self, message: CalibrationExceeded) -> None:
         """Has it announced with the next message. Called from any thread."""
-        self._exceeded.append((server, verdict))
+        self._exceeded.append(message)
         self._loop.wake()
 
     async def _announce(self) -> None:
@@ -250,10 +250,10 @@ class WeightSender:
         await asyncio.to_thread(self._write_announcement, misses, clients, verified)
 
     def _write_announcement(
-        self, misses: Sequence[Miss], clients: Sequence[ServerClient], verified: Mapping[str, int]
+        self, misses: Sequence[ProbeMissed], clients: Sequence[ServerClient], verified: Mapping[str, int]
     ) -> None:
         while self._exceeded:
-            self._announcements.exceeded(*self._exceeded.popleft())
+            self._announcements.exceeded(self._exceeded.popleft())
         for miss in misses:
             self._announcements.missed(miss, clients)
         self._announcements.announce(clients, verified)

@@ -1,8 +1,8 @@
 """Checks during generation and training that every server samples from the weights it was sent (docs/weights.md).
 
 Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
-Produces: `Miss`, and the verified version of each server. Waits for: servers, each with a deadline, in threads of its
-own. Ends: at ``close``.
+Produces: `ProbeMissed`, and the verified version of each server. Waits for: servers, each with a deadline, in threads
+of its own. Ends: at ``close``.
 """
 
 import logging
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.errors import TransportError, WeightUpdateError
+from pipelinerl.records import CalibrationExceeded, ProbeMissed
 from pipelinerl.weights.verify.calibration import Baseline, LogprobVerdict, calibrate, check_version
 from pipelinerl.weights.verify.probe import FIRST_TIMEOUT_S, ProbeClient, ProbeText, first_tokens
 from pipelinerl.weights.verify.scores import read_scores, read_version, sample_request, score_request
@@ -41,19 +42,6 @@ KEPT_VERSIONS = 32
 """Versions whose checksums and scores are kept: servers are asked about a version soon after they took it."""
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Miss:
-    """A server did not use the weights it was sent."""
-
-    server: str
-    version: int
-    since: int
-    """First version that may be wrong: the one after the newest that passed."""
-    is_final: bool
-    """True for the second miss in a row, after which the server is no longer used."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -114,12 +102,11 @@ class WeightChecker:
     Args:
         tolerance: `weights.probe_tolerance`.
         timeout_s: a server in service that does not answer within this time misses its probe.
-        report: called with every `Miss`, from any thread.
+        report: called with every missed probe, from any thread.
         passed: called when ``verified`` has changed, from any thread.
         base: `base_files.base_digest` of the base that servers must have loaded, where they are sent an adapter alone.
             None = they are sent all weights.
-        exceeded: called with the name of a server that differs by more than ``tolerance`` at version 0, and the
-            verdict, from any thread.
+        exceeded: called for a server that differs by more than ``tolerance`` at version 0, from any thread.
     """
 
     def __init__(
@@ -128,10 +115,10 @@ class WeightChecker:
         secret: str,
         tolerance: float,
         timeout_s: float,
-        report: Callable[[Miss], None],
+        report: Callable[[ProbeMissed], None],
         passed: Callable[[], object],
         base: str | None = None,
-        exceeded: Callable[[str, LogprobVerdict], object] = lambda server, verdict: None,
+        exceeded: Callable[[CalibrationExceeded], object] = lambda message: None,
     ):
         self._exceeded, self._base = exceeded, base
         self._tolerance, self._timeout_s, self._report, self._passed = tolerance, timeout_s, report, passed
@@ -256,7 +243,14 @@ class WeightChecker:
                 if verdict.fault:  # the weights that it is sent may be right all the same
                     state.baseline, state.has_other_file = None, True
                     log.warning("event=calibration_exceeded server=%s %s", state.server.name, _figures(verdict))
-                    self._exceeded(state.server.name, verdict)
+                    self._exceeded(
+                        CalibrationExceeded(
+                            server=state.server.name,
+                            difference=verdict.difference,
+                            limit=verdict.limit,
+                            timestamp=time.time(),
+                        )
+                    )
                 log.info("event=server_calibrated server=%s %s", state.server.name, _figures(verdict))
         except Exception as error:  # noqa: BLE001 — the thread's boundary: the next answer of the server decides
             log.warning("event=server_not_calibrated server=%s error=%r", state.server.name, error)
@@ -374,12 +368,13 @@ class WeightChecker:
         with state.lock:
             state.misses += 1
         self.stop_check(state.server.name)
-        miss = Miss(
+        miss = ProbeMissed(
             server=state.server.name,
             version=version,
             since=state.passed + 1,
             is_final=state.misses > 1,
             reason=reason,
+            timestamp=time.time(),
         )
         log.error(
             "event=probe_missed server=%s version=%d final=%s reason=%s", miss.server, version, miss.is_final, reason

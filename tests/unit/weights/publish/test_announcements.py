@@ -5,12 +5,10 @@ from typing import Any, cast
 import pytest
 
 from pipelinerl.errors import ServersExpelledError
-from pipelinerl.records import CalibrationExceeded, ProbeMissed, ProbePassed, WeightUpdateSuccess
+from pipelinerl.records import ProbeMissed, ProbePassed, WeightUpdateSuccess
 from pipelinerl.weights.protocol import WeightUpdateAnswer
 from pipelinerl.weights.publish.announcements import Announcements
 from pipelinerl.weights.publish.servers import ServerClient, UpdateOutcome
-from pipelinerl.weights.verify.calibration import LogprobVerdict
-from pipelinerl.weights.verify.checker import Miss
 from pipelinerl.world import Job
 from tests.says import says
 
@@ -23,8 +21,8 @@ def client(name: str, serves: int | None, pause_ms: float = 0.0, seconds: float 
     return made
 
 
-def miss(is_final: bool) -> Miss:
-    return Miss(server="s0", version=4, since=3, is_final=is_final, reason="0.9 nats, 0.1 are allowed")
+def miss(is_final: bool) -> ProbeMissed:
+    return ProbeMissed(server="s0", version=4, since=3, is_final=is_final, reason="0.9 nats, 0.1 are allowed")
 
 
 def test_each_server_is_told_with_the_version_it_serves_and_only_changes_are_told() -> None:
@@ -101,11 +99,3 @@ def test_when_every_server_has_missed_the_run_ends_with_the_figures() -> None:
     with pytest.raises(ServersExpelledError, match=says("s0", "version 4", "0.9 nats", "weights.probe_tolerance")):
         Announcements(written.append).missed(miss(is_final=True), [expelled])
     assert written[0].is_final
-
-
-def test_server_beyond_the_tolerance_at_version_0_is_told_with_its_figures() -> None:
-    written: list[Any] = []
-    Announcements(written.append).exceeded("s0", LogprobVerdict(fault="x", difference=0.02, limit=1e-3))
-    (told,) = written
-    assert isinstance(told, CalibrationExceeded)
-    assert (told.server, told.difference, told.limit) == ("s0", 0.02, 1e-3)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.verify.checker import Expected, Miss, WeightChecker
+from pipelinerl.records import ProbeMissed
+from pipelinerl.weights.verify.checker import Expected, WeightChecker
 from pipelinerl.weights.verify.probe import ProbeText, first_tokens
 from pipelinerl.world import Job
 from tests.waiting import wait_until as wait_for
@@ -73,7 +74,7 @@ class Server:
 class Harness:
     def __init__(self, tolerance: float = 0.2, timeout_s: float = 20.0, base: str | None = None) -> None:
         self.server = Server()
-        self.misses: list[Miss] = []
+        self.misses: list[ProbeMissed] = []
         self.exceeded: list[Any] = []
         self.gate: list[int] = []
         """What the server was verified with, whenever that changed."""
@@ -85,7 +86,7 @@ class Harness:
             report=self.misses.append,
             passed=self._pass,
             base=base,
-            exceeded=lambda server, verdict: self.exceeded.append((server, verdict)),
+            exceeded=self.exceeded.append,
         )
         self.checker.add_server(job)
 
@@ -506,9 +507,9 @@ def test_noise_beyond_the_tolerance_at_version_0_is_said_and_is_a_miss_after_the
     try:
         with caplog.at_level(logging.WARNING):
             harness.calibrate()
-        ((server, verdict),) = harness.exceeded
-        assert (server, verdict.limit) == ("s0", 1e-3)
-        assert verdict.difference == pytest.approx(NOISE, rel=0.3)
+        (message,) = harness.exceeded
+        assert (message.server, message.limit) == ("s0", 1e-3)
+        assert message.difference == pytest.approx(NOISE, rel=0.3)
         assert "event=calibration_exceeded server=s0" in caplog.text
         assert harness.misses == []
         harness.push(0)
