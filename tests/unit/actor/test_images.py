@@ -64,3 +64,7 @@ def test_other_values_stay_as_they_are() -> None:
 def test_problem_is_told_to_people_by_the_size_of_its_picture() -> None:
     told = json.loads(problem_text({"image": Image.fromarray(PIXELS), "file": b"abc", "path": Path("x")}))
     assert told == {"image": "[image 3×4]", "file": "[3 bytes]", "path": "x"}
+
+
+def test_long_problem_is_cut_for_readers() -> None:
+    assert len(problem_text({"task": "x" * 10_000})) == 4096

@@ -181,6 +181,12 @@ def test_positive_log_probability_is_refused_by_its_servers_name():
         check_group(msgspec.structs.replace(GROUP, rollouts=(ROLLOUTS[0], rollout)), vocab_size=16, attempts=2)
 
 
+@pytest.mark.parametrize("logprob", [1.5e-6, -1.5e15])
+def test_log_probability_beyond_rounding_and_beyond_any_number_is_refused(logprob: float) -> None:
+    with pytest.raises(RecordError, match="the log-prob of trained token 1"):
+        check_group(group_with(logprobs=np.array([-1.0, logprob, -1.0], np.float32)), vocab_size=16, attempts=2)
+
+
 def test_certain_token_and_rounding_are_log_probabilities():
     check_group(group_with(logprobs=np.array([0.0, 5e-7, -0.0], np.float32)), vocab_size=16, attempts=2)
 

@@ -130,6 +130,12 @@ def test_large_version_whose_loader_looks_at_values_is_refused(monkeypatch: pyte
         learned(bare(2, looks=True), lambda: Experts(2, looks=True), LAYOUT)
 
 
+def test_32_gib_are_the_most_that_every_worker_holds_whole() -> None:
+    learning.refuse_large(Layout((ParamSpec("w", "uint8", (32 << 30,)),)), "-")
+    with pytest.raises(WeightUpdateError, match=says("32 GiB", "moe-backend")):
+        learning.refuse_large(Layout((ParamSpec("w", "uint8", ((32 << 30) + 1,)),)), "-")
+
+
 def test_tensors_that_the_loader_refuses_are_refused_with_its_reason() -> None:
     wrong = Layout((ParamSpec("expert.0", "float32", (3, 6)),))
     with pytest.raises(WeightUpdateError, match=says("refuses the weights", "RuntimeError")):

@@ -41,6 +41,7 @@ class Server(ServerClient):
     """Its next update is."""
 
     async def post(self, request: WeightUpdateRequest, timeout_s: float) -> WeightUpdateAnswer:
+        assert request.timeout_s == pytest.approx(0.9 * timeout_s), "its own error would not come first"
         transfers = [receiver.begin(request) for receiver in self.receivers]
         if self.is_aborted:
             self.is_aborted = False

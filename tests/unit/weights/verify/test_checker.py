@@ -337,6 +337,19 @@ def test_version_that_nobody_can_compare_is_verified_at_once(harness: Harness) -
     wait_for(lambda: harness.checker.verified == {"s0": 9})
 
 
+def test_version_can_be_checked_until_32_newer_ones_are_known(harness: Harness) -> None:
+    harness.calibrate()
+    checksum: Future[str] = Future()
+    checksum.set_result("another")
+    for version in range(33):
+        harness.checker.expect(version, Expected(checksum, None))
+    for version in (0, 1):
+        harness.server.label = str(version)
+        harness.checker.start_check("s0", version)
+        wait_for(lambda: not harness.state.is_busy)
+    assert [miss.version for miss in harness.misses] == [1]
+
+
 def test_updates_that_are_faster_than_the_text_are_compared_sequence_by_sequence(harness: Harness) -> None:
     """The server takes its next version after three answers, and after none. The rest of the text comes later."""
     harness.calibrate()
