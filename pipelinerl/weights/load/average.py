@@ -154,7 +154,7 @@ def _common_dtype(layout: Layout) -> torch.dtype:
     dtypes = {spec.dtype for spec in layout.specs}
     if len(dtypes) > 1 or not all(torch_dtype(name).is_floating_point for name in dtypes):
         raise WeightUpdateError(
-            f"a version has tensors of several types ({', '.join(sorted(dtypes))}), of which no average is made: name "
-            "a `model_path` in `teachers` instead of `ema`"
+            f"a version has tensors of several types ({', '.join(sorted(dtypes))}), which cannot be averaged: name a "
+            "`model_path` in `teachers` instead of `ema`"
         )
     return torch_dtype(dtypes.pop())

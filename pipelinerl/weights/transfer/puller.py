@@ -261,7 +261,7 @@ class Puller:
             elif kind == OTHER:
                 raise OtherBytesError("keeps another shard")
             elif kind == GONE:
-                raise SourceError("has these bytes no more")
+                raise SourceError("no longer has these bytes")
             elif kind == UNKNOWN and time.monotonic() - known_at >= request.stall_s:
                 raise SourceError(f"was not sent this version within {request.stall_s:g} s")
             elif kind != UNKNOWN:
