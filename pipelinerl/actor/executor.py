@@ -19,14 +19,7 @@ from omegaconf import DictConfig
 from pipelinerl.actor import failures
 from pipelinerl.actor.answer_journal import AnswerJournal, AttemptFile, AttemptTransport
 from pipelinerl.actor.growth import FOLLOW_S, Growth
-from pipelinerl.actor.messages import (
-    Failure,
-    FromWorker,
-    GroupEnded,
-    RolloutDone,
-    RolloutFailed,
-    StartGroup,
-)
+from pipelinerl.actor.messages import Failure, FromWorker, GroupEnded, RolloutDone, RolloutFailed, StartGroup
 from pipelinerl.actor.router import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.actor.servers import ServerLoads
@@ -134,6 +127,7 @@ class Executor:
         join_limit = min(len(start.attempts), self._client.limits.max_completions)
         temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
         transport = GroupTransport(route, self._policy, join_limit, temperature)
+        files: dict[int, AttemptFile] = {}
 
         async def run(attempt: int, server_url: str) -> None:
             outcome = await self._run_attempt(start, attempt, server_url, route, transport, files.get(attempt))
@@ -143,18 +137,14 @@ class Executor:
 
         try:
             server = await route.choose_server()
-            files = await self._recorded_answers(start)
+            if self._answers is not None and not start.evaluation:
+                files = await self._answers.open(start.group_id, start.attempts)
             async with asyncio.TaskGroup() as group:
                 for attempt in start.attempts:
                     self._domains[group.create_task(run(attempt, server.url))] = start.domain
         finally:
             transport.close()
         return route.aborted_requests
-
-    async def _recorded_answers(self, start: StartGroup) -> dict[int, AttemptFile]:
-        if self._answers is None or start.evaluation:
-            return {}
-        return await self._answers.open(start.group_id, start.attempts)
 
     def domain_of(self, task: asyncio.Task[Any]) -> int | None:
         """Returns the index of the domain of which the task runs an attempt. None: it runs none. For any thread."""

@@ -10,39 +10,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from pipelinerl.actor.drops import DropListener
 from pipelinerl.actor.messages import Failure, StartGroup, describe_value
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.pacing import Pacing, counted, furthest_behind
 from pipelinerl.actor.problems import Place
-from pipelinerl.actor.progress import ActorProgress
+from pipelinerl.actor.progress import ActorProgress, TopicJournal
 from pipelinerl.actor.publish_gate import newest_used
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
-from pipelinerl.records import ActorRecord, GroupDropped, ProbeMissed, Rollout, RolloutGroup
+from pipelinerl.records import GroupDropped, ProbeMissed, Rollout, RolloutGroup
 from pipelinerl.records.drops import DropReason
 from pipelinerl.records.rollouts import PROBLEM_CHARS
 
 log = logging.getLogger(__name__)
-
-
-class Drops(Protocol):
-    """Counts of the samples that the preprocessor dropped."""
-
-    def total(self) -> int: ...
-    def room(self) -> int: ...
-    def by_domain(self) -> Mapping[str, int]: ...
-
-
-class Journal(Protocol):
-    """Publishes groups, saves the actor's progress, and has attempts sampled anew."""
-
-    def publish(self, record: ActorRecord) -> None: ...
-    def forget_answers(self, group_id: str, attempts: Sequence[int]) -> None: ...
-    def save(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +78,8 @@ class TrainingGroups:
         rules: GroupRules,
         pacing: Pacing,
         progress: ActorProgress,
-        journal: Journal,
-        drops: Drops,
+        journal: TopicJournal,
+        drops: DropListener,
         table: WorkTable,
         metrics: ActorMetrics,
     ):

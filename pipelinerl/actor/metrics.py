@@ -1,17 +1,17 @@
 """The actor's metrics, and how they are reported: to the trackers, as a line of progress in the log, in its status."""
 
-import contextlib
 import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pipelinerl.actor.messages import Sampling
 from pipelinerl.observability.catalogue import ActorMetric, MetricName, is_clear, unclear_metrics
-from pipelinerl.observability.status import BLOCKED_AT, CurrentWait
+from pipelinerl.observability.metrics import MetricsLogger
+from pipelinerl.observability.status import BLOCKED_AT, CurrentWait, RoleStatus
 from pipelinerl.records import EvaluationDone, Rollout
 
 log = logging.getLogger(__name__)
@@ -88,18 +88,16 @@ class ActorMetrics:
             self._solved.append(sum(successes) / len(successes))
         for rollout in rollouts:
             seen = _see(rollout, subset)
-            self._warn_of_left_out(rollout.metrics.keys() - seen.metrics.keys())
+            left_out = rollout.metrics.keys() - seen.metrics.keys()
+            if reason := unclear_metrics(left_out - self._left_out):
+                log.warning("event=domain_metric_left_out note=%s", reason)
+                self._left_out |= left_out
             self._recent.append(seen)
             self._totals[ActorMetric.ROLLOUTS] += 1
             self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
             self._totals[ActorMetric.ANSWERS_FROM_JOURNAL] += rollout.answers_from_journal
             self._totals[ActorMetric.DIVERGED] += rollout.diverged
             self._max_versions = max(self._max_versions, seen.num_versions)
-
-    def _warn_of_left_out(self, names: Set[str]) -> None:
-        if reason := unclear_metrics(names - self._left_out):
-            log.warning("event=domain_metric_left_out note=%s", reason)
-            self._left_out |= names
 
     def sampling(self, worker: int, now: Sampling) -> None:
         """Takes what a worker says about its answers. One that was replaced counts from nothing again."""
@@ -249,30 +247,10 @@ SHOWN = (
 )
 
 
-class Status(Protocol):
-    """The part of the role's status that the actor writes."""
-
-    def progress(self, **fields: Any) -> None: ...
-    def note(self, **fields: Any) -> None: ...
-    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager: ...
-
-
-class MetricsLog(Protocol):
-    """Where metrics are written: ``observability.metrics.MetricsLogger``."""
-
-    def log(self, values: dict[MetricName, float], *, step: int) -> None: ...
-
-
 class Reporter:
     """Writes metrics every ``every_s`` seconds and shows what the actor waits for."""
 
-    def __init__(
-        self,
-        metrics: ActorMetrics,
-        metrics_log: MetricsLog,
-        status: Status,
-        every_s: float,
-    ):
+    def __init__(self, metrics: ActorMetrics, metrics_log: MetricsLogger, status: RoleStatus, every_s: float):
         self._metrics, self._metrics_log, self._status, self._every_s = metrics, metrics_log, status, every_s
         self._next = time.monotonic() + every_s
         self._wait = CurrentWait(status)

@@ -90,7 +90,10 @@ class Client:
                 lengths += [len(tokens.completion_ids) for tokens in completions]
                 if self._only_version is not None:
                     return [_of_version(tokens, self._only_version) for tokens in completions]
-                return _with_known_weights(completions, server)
+                # a restarted server samples from the weights on disk until the trainer has sent it the current ones
+                if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
+                    raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
+                return completions
             except asyncio.CancelledError:
                 if server.in_service or is_cancelled():
                     raise
@@ -113,13 +116,6 @@ class Client:
                 )
             await asyncio.wait((task,), timeout=left_s)
         return task.result()
-
-
-def _with_known_weights(completions: list[CallTokens], server: InferenceServer) -> list[CallTokens]:
-    # a restarted server samples from the weights on disk until the trainer has sent it the current ones
-    if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
-        raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
-    return completions
 
 
 def _of_version(tokens: CallTokens, version: int) -> CallTokens:

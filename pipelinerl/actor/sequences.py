@@ -6,7 +6,6 @@ has its own reward. Lists that the domain replaced or edited take precedence ove
 Shapes: T tokens, K trained tokens, R spans. The module does no I/O.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,9 +73,15 @@ def to_rollout(
     metrics = numeric_metrics(result)
     mode = result.rewards or rewards
     rewards_t = text_rewards(result, mode)
-    trained = _trained_pieces(result.training_texts, fallback_version)
+    pieces = [_to_piece(text, i, fallback_version) for i, text in enumerate(result.training_texts)]
+    trained = [piece for piece in pieces if len(piece.positions)]
     merged = _merge(trained) if mode == "rollout" else trained
-    _refuse_long(merged, seq_length)
+    for piece in merged:
+        if len(piece.token_ids) > seq_length:
+            raise SequenceTooLong(
+                f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
+                "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
+            )
     images = tuple(dict.fromkeys(image for piece in merged for image in piece.images))
     return Rollout(
         attempt=attempt,
@@ -95,22 +100,7 @@ def to_rollout(
     )
 
 
-def _trained_pieces(texts: Iterable[TrainingText], fallback_version: int) -> list[_Piece]:
-    """Returns the texts that have trained tokens."""
-    pieces = [_to_piece(text, turn=i, fallback_version=fallback_version) for i, text in enumerate(texts)]
-    return [piece for piece in pieces if len(piece.positions)]
-
-
-def _refuse_long(pieces: Iterable[_Piece], seq_length: int) -> None:
-    for piece in pieces:
-        if len(piece.token_ids) > seq_length:
-            raise SequenceTooLong(
-                f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
-                "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
-            )
-
-
-def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece:
+def _to_piece(text: TrainingText, turn: int, fallback_version: int) -> _Piece:
     tokens = text.call_tokens
     if tokens is not None and text.is_lazy("input_ids", "labels", "logprobs"):
         count = len(tokens.completion_ids)
@@ -239,6 +229,10 @@ def _extends(piece: _Piece, earlier: _Piece) -> bool:
 
 
 def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
+    routed = None
+    if earlier.routed_experts is not None and piece.routed_experts is not None:
+        # each token keeps the choice of experts under which it was sampled
+        routed = np.concatenate((earlier.routed_experts, piece.routed_experts[len(earlier.routed_experts) :]))
     return _Piece(
         token_ids=piece.token_ids,
         positions=np.concatenate((earlier.positions, piece.positions)),
@@ -248,15 +242,10 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         turn=earlier.turn,
         images=piece.images,
         image_spans=piece.image_spans,
-        routed_experts=_joined_routing(earlier.routed_experts, piece.routed_experts),
+        routed_experts=routed,
         hinted_prompt=earlier.hinted_prompt,
         earlier_cut=earlier.earlier_cut or earlier.finish_reason == "length",
     )
-
-
-def _joined_routing(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Joins the routing of two pieces: each token keeps the choice of experts under which it was sampled."""
-    return None if earlier is None or later is None else np.concatenate((earlier, later[len(earlier) :]))
 
 
 def _to_sequence(piece: _Piece, images: tuple[bytes, ...]) -> TrainingSequence:

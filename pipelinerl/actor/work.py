@@ -6,30 +6,19 @@ worker died without another suspect in it, so the piece that kills is found.
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
+from pipelinerl.actor.messages import Failure, Servers, StartGroup
 from pipelinerl.actor.publish_gate import Misses, PublishGate
-from pipelinerl.actor.worker_pool import Lost
+from pipelinerl.actor.worker_pool import Lost, RolloutWorkers
 from pipelinerl.records import Rollout
 from pipelinerl.records.drops import DropReason
 
 log = logging.getLogger(__name__)
-
-
-class Workers(Protocol):
-    """The part of ``worker_pool.RolloutWorkers`` that the table uses."""
-
-    @property
-    def num_rollouts(self) -> int: ...
-    def set_servers(self, servers: Servers) -> None: ...
-    def start(self, start: StartGroup) -> None: ...
-    def cancel(self, task_id: int) -> None: ...
-    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,7 +53,7 @@ class WorkTable:
         rollouts_per_server: of a server that does not say how many it takes.
     """
 
-    def __init__(self, workers: Workers, rollouts_per_server: int):
+    def __init__(self, workers: RolloutWorkers, rollouts_per_server: int):
         self._workers, self._rollouts_per_server = workers, rollouts_per_server
         self._room = 0
         self._works: dict[int, Work] = {}
