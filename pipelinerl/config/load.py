@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.names import addable, explain_missing, with_one_name
+from pipelinerl.config.nested import ABSENT, value_at, with_settings, without
 from pipelinerl.config.origin import make_importable, with_moved_paths
 from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
@@ -111,28 +112,14 @@ def without_extra_keys(container: Mapping[str, Any]) -> dict[str, Any]:
     for key in own:
         if key in known or is_free_form(key):
             raise ConfigError(f"`extra_keys` has {key!r}, which is a key of the project: remove it from the list")
-        *sections, last = key.split(".")
-        inside = rest
-        for section in sections:
-            inner = inside.get(section)
-            inside[section] = inside = dict(inner) if isinstance(inner, Mapping) else {}
-        if last not in inside:
+        if value_at(rest, key, ABSENT) is ABSENT:
             raise ConfigError(f"`extra_keys` has {key!r}, which has no value: give it one, or remove it from the list")
-        del inside[last]
+        rest = without(rest, key)
     around = {".".join(key.split(".")[:n]) for key in own for n in range(1, key.count(".") + 1)}
-    return _without_empty(rest, around - known)
-
-
-def _without_empty(container: dict[str, Any], sections: Iterable[str]) -> dict[str, Any]:
-    """The configuration without those of the sections that hold nothing, the inner ones first."""
-    for name in sorted(sections, reverse=True):
-        *outer, last = name.split(".")
-        inside: Any = container
-        for section in outer:
-            inside = inside[section]
-        if not inside[last]:
-            del inside[last]
-    return container
+    for section in sorted(around - known, reverse=True):  # an inner one before the one around it
+        if not value_at(rest, section):
+            rest = without(rest, section)
+    return rest
 
 
 def _explain(item: Any) -> str:
@@ -230,18 +217,9 @@ def load_old_run(run_dir: Path | str) -> Config:
 
 def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved configuration with exactly today's keys, without the domain's own."""
-    filled: dict[str, Any] = {}
-    for key in declared(Config):
-        *parents, last = key.name.split(".")
-        old: Any = container
-        new = filled
-        for part in parents:
-            old = old.get(part, {})
-            new = new.setdefault(part, {})
-        if last in old or key.default != REQUIRED:
-            new[last] = old.get(last, key.default)
-    filled["extra_keys"] = []
-    return to_container(OmegaConf.create(filled))
+    values = {key.name: value_at(container, key.name, key.default) for key in declared(Config)}
+    given = {name: value for name, value in values.items() if value != REQUIRED} | {"extra_keys": []}
+    return to_container(OmegaConf.create(with_settings({}, given)))
 
 
 def compose(

@@ -3,11 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+ABSENT = object()
+"""A default of ``value_at`` that is no value of any key."""
 
-def value_at(container: Any, key: str) -> Any:
-    """The value of a dotted key. None: it has none."""
+
+def value_at(container: Any, key: str, default: Any = None) -> Any:
+    """The value of a dotted key, or ``default``."""
     for part in key.split("."):
-        container = container.get(part) if isinstance(container, Mapping) else None
+        if not isinstance(container, Mapping) or part not in container:
+            return default
+        container = container[part]
     return container
 
 

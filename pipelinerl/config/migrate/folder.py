@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.load import compose as compose_ours
 from pipelinerl.config.migrate.migration import EXTRA_KEYS, TEXTS, Migration, migrate
+from pipelinerl.config.nested import ABSENT, value_at
 from pipelinerl.config.renames import rename_of
 from pipelinerl.config.search import set_search_path
 from pipelinerl.errors import ConfigError
@@ -110,7 +111,6 @@ def _inherited(name: str, migrated: Mapping[str, Migration], seen: frozenset[str
 
 def _composed(folder: Path, files: list[Path]) -> MigratedFolder:
     ours = OmegaConf.to_container(compose_ours("base", ["finetune=pipelinerl"]), resolve=False)
-    assert isinstance(ours, dict)
     base = _migrated(_old(folder, BASE.removesuffix(".yaml")))
     base.changed.remove(TEXTS)  # which holds for some of the experiments
     result = MigratedFolder({}, missing=base.missing)
@@ -127,7 +127,7 @@ def _composed(folder: Path, files: list[Path]) -> MigratedFolder:
             result.left_out[str(name)] = IS_TAKEN if is_whole else IS_PART
             continue
         new = _migrated(cfg)
-        known = [key for key, value in new.values.items() if value == _select(ours, key)]
+        known = [key for key, value in new.values.items() if value == value_at(ours, key, ABSENT)]
         new.forget(known, base)
         result.experiments[to] = new
     return result
@@ -170,15 +170,6 @@ def detached(cfg: DictConfig) -> dict[str, Any]:
 def _is_bound(name: str) -> bool:
     row = rename_of(name)
     return name.startswith(".") or (row is not None and row.new is None and row.kind != "own")
-
-
-def _select(container: Mapping[Any, Any], key: str) -> Any:
-    value: Any = container
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _select
-        value = value[part]
-    return value
 
 
 def read_experiment(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import config_keys, is_free_form, nearest_key
 from pipelinerl.config.names import NAMES, TARGET
+from pipelinerl.config.nested import with_settings
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, SAME_DOMAINS, Rename, rename_of
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -106,14 +107,7 @@ class Migration:
 
     def document(self) -> dict[str, Any]:
         """As it is written: nested, the `defaults` first."""
-        nested: dict[str, Any] = {"defaults": self.defaults}
-        for key, value in self.values.items():
-            *sections, last = key.split(".")
-            target = nested
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[last] = value
-        return nested
+        return with_settings({"defaults": self.defaults}, self.values)
 
 
 def migrate(old: Mapping[str, Any]) -> Migration:
