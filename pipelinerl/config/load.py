@@ -93,8 +93,9 @@ def must_be_given(missing: Sequence[str]) -> str:
 
 
 def parse_container(container: dict[str, Any]) -> Config:
+    """Types, bounds and unknown keys of a configuration that `to_container` has made."""
     try:
-        return Config.model_validate(in_steps(with_one_name(without_extra_keys(container))))
+        return Config.model_validate(in_steps(without_extra_keys(container)))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
 

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.environment import JUDGE_KEY_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import parse_container
+from pipelinerl.config.names import with_one_name
 from pipelinerl.config.sections import JudgeSection
 from pipelinerl.config.servers import side_models
 from pipelinerl.domains.columns import Messages
@@ -378,7 +379,8 @@ def _client_of(cfg: DictConfig, name: str) -> JudgeClient:
 def _servers_of(cfg: DictConfig, judge: JudgeSection) -> tuple[str, ...]:
     container = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(container, dict)
-    models = side_models(parse_container({str(name): value for name, value in container.items() if name != "jobs"}))
+    plain = with_one_name({str(name): value for name, value in container.items() if name != "jobs"})
+    models = side_models(parse_container(plain))
     urls = tuple(
         str(job["url"])
         for job in cfg.get("jobs") or ()

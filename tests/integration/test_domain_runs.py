@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from examples.instructions import domain as instructions
 from examples.tool_use import domain as tool_use
-from pipelinerl.config.load import compose
+from pipelinerl.config.load import compose, to_container
 from pipelinerl.domains import coding, countdown, counting, math
 from pipelinerl.domains.coding.rollouts import instructions as coding_prompt
 from pipelinerl.domains.countdown.rollouts import question
@@ -232,5 +232,4 @@ def test_shipped_configuration_passes_the_check_of_its_domain_and_a_dry_run(
     assert "World: " in shown
     assert all(job in shown for job in case.jobs)
     if not case.jobs:  # the verifier of the others is not up
-        container: Any = OmegaConf.to_container(cfg, resolve=True)
-        assert check_domain({**container, "jobs": []}) == []
+        assert check_domain({**to_container(cfg), "jobs": []}) == []

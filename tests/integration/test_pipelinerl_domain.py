@@ -12,7 +12,7 @@ from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.actor.sequences import to_rollout
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.load import compose, parse, to_container
 from pipelinerl.domains.math import RewardTable, get_reward, length_penalty, verify_answer_rpc
 from pipelinerl.domains.verifier.judges import JUDGES
 from pipelinerl.launcher.preflight import check_domain
@@ -248,8 +248,7 @@ async def test_module_with_numbers_for_truth_values_runs_unchanged(experiment: A
 def test_launcher_accepts_the_module_and_its_experiment(experiment: Any, tmp_path: Path, monkeypatch):
     _, cfg = experiment("alone_domain", ALONE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    container: Any = OmegaConf.to_container(cfg, resolve=True)
-    assert check_domain({**container, "jobs": []}) == []
+    assert check_domain({**to_container(cfg), "jobs": []}) == []
 
 
 TABLE = RewardTable(
