@@ -17,7 +17,7 @@ import yaml
 
 from pipelinerl.config.environment import VARIABLES
 from pipelinerl.config.keys import REQUIRED, Key, Section, declared, optional_subsection, sections, subsection
-from pipelinerl.config.renames import GROUPS, NEEDLESS, Rename, explained
+from pipelinerl.config.renames import GROUPS, NEEDLESS, OF_DOMAINS, Rename, explained
 from pipelinerl.config.sections import Config, FinetuneSection, StreamsSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,17 +121,19 @@ def section_table(title: str, section: type[Section], keys: Iterable[Key]) -> st
 
 
 def renamed_keys() -> str:
-    """PipelineRL's keys, one table per group, and those that nothing here needs."""
+    """PipelineRL's keys: one table per group, then the keys that only domains read, and those that are not needed."""
     tables = [
         "\n".join(["### " + title, "", "| there | here | |", "|---|---|---|", *map(renamed_row, rows)])
         for title, rows in GROUPS.items()
     ]
-    needless = ", ".join(f"`{name}`" for name in sorted(NEEDLESS))
-    return "\n\n".join([*tables, f"### Not needed\n\n{needless}"])
+    own, needless = (", ".join(f"`{name}`" for name in sorted(names)) for names in (OF_DOMAINS, NEEDLESS))
+    return "\n\n".join(
+        [*tables, f"### Of domains: stay, named by `extra_keys`\n\n{own}", f"### Not needed\n\n{needless}"]
+    )
 
 
 def renamed_row(row: Rename) -> str:
-    here = {"moved": f"`{row.new}`", "missing": "no equivalent", "own": "as there"}[row.kind]
+    here = f"`{row.new}`" if row.kind == "moved" else "no equivalent"
     return f"| `{row.old}` | {here} | {explained(row)} |"
 
 

@@ -1,8 +1,6 @@
-"""The table that maps configuration keys of ServiceNow's PipelineRL to the keys of this project. The hint of a refused
-key, `pipelinerl migrate` and `docs/migrating.md` come from it.
+"""The keys of ServiceNow's PipelineRL (June 2026), and the key of this project for each.
 
-A row says what the key is called here, in which unit, or why there is none. The numbers of PipelineRL are those of its
-configuration in June 2026.
+The hint of a refused key, `pipelinerl migrate` and `docs/migrating.md` are made from this table.
 """
 
 from collections.abc import Mapping
@@ -11,9 +9,9 @@ from typing import Any, Literal
 
 RenameKind = Literal["moved", "needless", "missing", "own"]
 LEFT_OUT = "(left out)"
-"""Value of a row: this is what happens here anyway."""
+"""New value of a setting that is always on here."""
 NO_EQUIVALENT = "(no equivalent)"
-"""Value of a row: this cannot be said here."""
+"""New value of a setting that does not exist here."""
 SAMPLES = "samples"
 
 
@@ -26,11 +24,11 @@ class Rename:
     """Dotted key; None = there is none."""
     kind: RenameKind
     why: str = ""
-    """Without a final full stop; continues "it is `new` here: …"."""
+    """Reason, without a final full stop."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """Old value → new value, where it is another one."""
+    """Old value → new value, if they differ."""
     unit: str = ""
-    """Of a bare number there, where it is another one here: it is carried over as text, `20000 samples`."""
+    """Unit of the number there, if it differs from ours. The value is then carried over as text: `20000 samples`."""
 
 
 def moved(old: str, new: str, why: str = "", *, values: Mapping[Any, Any] | None = None, unit: str = "") -> Rename:
@@ -39,10 +37,6 @@ def moved(old: str, new: str, why: str = "", *, values: Mapping[Any, Any] | None
 
 def missing(old: str, why: str) -> Rename:
     return Rename(old=old, kind="missing", why=why)
-
-
-def own(old: str) -> Rename:
-    return Rename(old=old, kind="own", why=f"it is the domain's own: add it to `extra_keys: [{old}]`")
 
 
 QUANTISED = (
@@ -75,12 +69,11 @@ EXPERIMENT = (
     ),
     missing("debug.use_existing_llms", "name the servers: `debug.existing_llms: [http://HOST:PORT]`"),
     missing("environment_start_port", "see `world.port_base`"),
-    own("sandbox_timeout"),
     moved("actor.sandbox_endpoint", "sandbox_endpoint"),
     moved("actor.sandbox_timeout", "sandbox_timeout_s"),
-    own("actor.max_tests_per_problem"),
-    own("max_tests_per_problem"),
 )
+OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
+"""Verdict → what PipelineRL's tables of rewards call it."""
 ROLLOUTS = (
     moved("actor.log_each_n_secs", "actor.log_every_s", values={0: LEFT_OUT}),
     moved(
@@ -89,30 +82,11 @@ ROLLOUTS = (
     missing("actor.domain_mix", "write `domains`, a list with a `weight` each"),
     missing("domain_rollouts", "write it into `actor.domain_rollouts`, or `domains` with a weight each"),
     missing("actor.difficulty_aware_penalty", "a domain does not see its group; give the reward in the domain"),
-    own("actor.task_prompt"),
-    own("actor.ensure_boxed_answers"),
-    own("actor.agent_max_loops"),
-    own("agent"),
-    own("agent_max_loops"),
-    own("agent_attempts"),
-    own("start_attempts"),
-    own("python_tool_shaping"),
-    own("length_shaping"),
-    own("reward_computation"),
-    own("actor.ifeval_partial_credit"),
-    own("save_tapes"),
     moved("rollout_timeout", "actor.rollout_timeout_s"),
-    moved("rewards.correct_answer_finished", "rewards.correct"),
-    moved("rewards.wrong_answer_finished", "rewards.wrong"),
-    moved("rewards.no_answer_finished", "rewards.no_answer"),
-    moved("rewards.unparsable_finished", "rewards.unparsable"),
-    moved("rewards.correct_answer_not_finished", "rewards.unfinished.correct"),
-    moved("rewards.wrong_answer_not_finished", "rewards.unfinished.wrong"),
-    moved("rewards.no_answer_not_finished", "rewards.unfinished.no_answer"),
-    moved("rewards.unparsable_not_finished", "rewards.unfinished.unparsable"),
+    *(moved(f"rewards.{there}_finished", f"rewards.{here}") for here, there in OUTCOMES.items()),
+    *(moved(f"rewards.{there}_not_finished", f"rewards.unfinished.{here}") for here, there in OUTCOMES.items()),
     moved("rewards.buffer_tokens", "preprocess.overlong_buffer_tokens", "the same soft penalty, for every domain"),
 )
-PREPROCESS = ()
 SERVERS = (
     missing("vllm_config.quantization", "set `vllm_config.vllm_kwargs.quantization`; weight updates are not quantised"),
     moved(
@@ -227,7 +201,6 @@ WANDB = (moved("wandb.use_wandb", "wandb.mode", values={True: "online", False: "
 GROUPS: Mapping[str, tuple[Rename, ...]] = {
     "Experiment": EXPERIMENT,
     "Rollouts and rewards": ROLLOUTS,
-    "Preprocessor": PREPROCESS,
     "Servers": SERVERS,
     "World and streams": WORLD,
     "Trainer": TRAINER,
@@ -257,8 +230,18 @@ NEEDLESS = frozenset(
     """.split()  # noqa: SIM905 — a list would take a line for each
 )
 """Keys that nothing here needs, or with `.*` all keys below one."""
-RENAMES: Mapping[str, Rename] = {row.old: row for rows in GROUPS.values() for row in rows} | {
-    name: Rename(old=name, kind="needless") for name in NEEDLESS
+OF_DOMAINS = frozenset(
+    """
+    actor.agent_max_loops actor.ensure_boxed_answers actor.ifeval_partial_credit actor.max_tests_per_problem
+    actor.task_prompt agent agent_attempts agent_max_loops length_shaping max_tests_per_problem python_tool_shaping
+    reward_computation sandbox_timeout save_tapes start_attempts
+    """.split()  # noqa: SIM905
+)
+"""Keys that only PipelineRL's domains read. They stay where they are, and `extra_keys` names them."""
+RENAMES: Mapping[str, Rename] = {
+    **{row.old: row for rows in GROUPS.values() for row in rows},
+    **{name: Rename(old=name, kind="needless") for name in NEEDLESS},
+    **{name: Rename(old=name, kind="own") for name in OF_DOMAINS},
 }
 GAMES = "pipelinerl.domains.pipelinerl_games."
 DOTTED_NAMES = {
@@ -288,22 +271,22 @@ def rename_of(key: str) -> Rename | None:
 
 def hint(row: Rename) -> str:
     """Returns the hint for a user who writes the old key."""
-    said = explained(row)
+    explanation = explained(row)
     if row.kind == "moved":
-        return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
+        return f"PipelineRL's key is `{row.new}` here" + (f" ({explanation})" if explanation else "")
     if row.kind == "own":
-        return said
+        return f"it is the domain's own: add it to `extra_keys: [{row.old}]`"
     if row.kind == "needless":
         return "PipelineRL's key is not needed here"
-    return f"PipelineRL's key has no equivalent here: {said}"
+    return f"PipelineRL's key has no equivalent here: {explanation}"
 
 
 def explained(row: Rename) -> str:
     """Returns reason, values and unit of a row. May be empty."""
-    values = "; ".join(f"{_said(old)} → {_said(new)}" for old, new in row.values.items() if old != new)
+    values = "; ".join(f"{_in_yaml(old)} → {_in_yaml(new)}" for old, new in row.values.items() if old != new)
     example = f"e.g. `1024 {row.unit}`" if row.unit else ""
     return ", ".join(part for part in (row.why, values, example) if part)
 
 
-def _said(value: Any) -> str:
+def _in_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value) or '""'

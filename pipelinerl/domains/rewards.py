@@ -6,13 +6,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.config.renames import hint, rename_of
+from pipelinerl.config.renames import OUTCOMES, hint, rename_of
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics
 
-OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
-"""Verdict → its name in PipelineRL's tables."""
 SPELLED = frozenset(f"{name}_{end}" for name in OUTCOMES.values() for end in ("finished", "not_finished"))
 """The keys of PipelineRL's tables."""
 

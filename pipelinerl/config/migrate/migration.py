@@ -1,7 +1,6 @@
 """From an experiment of PipelineRL to one of this project. Every difference is reported.
 
-The table of keys is `pipelinerl.config.renames`. What a row cannot say (the files of the `defaults` list, the clamp
-that belongs to one loss) is done here.
+The table of keys is `pipelinerl.config.renames`. Here is what depends on several keys, or on the `defaults` list.
 """
 
 import re
@@ -17,6 +16,7 @@ from pipelinerl.config.load import config_keys, is_free_form, nearest_key
 from pipelinerl.config.names import NAMES, TARGET
 from pipelinerl.config.nested import with_settings
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, SAME_DOMAINS, Rename, rename_of
+from pipelinerl.config.rules.experiment import default_of
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 
@@ -45,11 +45,12 @@ OWN_BASE: Mapping[str, Any] = {
     "test_llm.parameters.top_k": 50,
 }
 """Values of PipelineRL's base.yaml, without its `finetune`, that matter and differ."""
+SEQ_LENGTH, MAX_MODEL_LEN = "finetune.seq_length", "vllm_config.vllm_kwargs.max_model_len"
 BATCH = {"finetune.train_batch_size": 1, "finetune.gradient_accumulation_passes": 1024}
+LENGTHS = {SEQ_LENGTH: 12000, MAX_MODEL_LEN: 10000}
 MAX_TRAIN_STEPS = 100_000
 EPSILON = 0.02
-SEQ_LENGTH, MAX_MODEL_LEN = "finetune.seq_length", "vllm_config.vllm_kwargs.max_model_len"
-RATIO_CLAMP = 5.0
+"""PipelineRL's values of these keys, where a file does not set them."""
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.\-]*)\}")
 EXTRA_KEYS = "extra_keys"
 LOADER_PARAMETERS = "dataset_loader_params"
@@ -179,14 +180,6 @@ def _defaults(old: list[Any], result: Migration) -> str | None:
     return preset
 
 
-def _never_happens(samples: Any, given: Mapping[str, Any]) -> bool:
-    """Whether an interval in samples is longer than the run."""
-    batch, steps = _batch(given), given.get(STEPS, MAX_TRAIN_STEPS)
-    if batch is None or not all(isinstance(number, int) and number > 0 for number in (samples, steps)):
-        return False
-    return ceil(samples / batch) > steps
-
-
 def _objective(given: dict[str, Any], complete: bool, result: Migration) -> None:
     """PipelineRL's ε bounds the ratio of every loss. Here `reinforce` has a separate clamp, 1 + ε."""
     loss = given.get("finetune.rl.policy_loss", "reinforce" if complete else None)
@@ -198,7 +191,7 @@ def _objective(given: dict[str, Any], complete: bool, result: Migration) -> None
         if low is not None:
             result.needless.append("finetune.rl.epsilon_low: `reinforce` has no lower bound")
     elif loss and complete:
-        given["finetune.rl.ratio_clamp"] = RATIO_CLAMP  # the default, which this loss does not use
+        given["finetune.rl.ratio_clamp"] = default_of("finetune.rl.ratio_clamp")  # this loss does not use it
         for side in ("low", "high"):
             given.setdefault(f"finetune.rl.epsilon_{side}", EPSILON)
     if given.get("finetune.model_class") == VALUE_HEAD:
@@ -235,12 +228,13 @@ def _judges(entry: Any) -> bool:
 
 
 def _intervals_and_lengths(given: dict[str, Any], result: Migration) -> None:
-    """Yields the reasons for which a whole experiment of PipelineRL is refused here."""
-    interval = given["eval_every_n_versions"]
-    if _never_happens(interval, given):
+    """Changes an interval that never ends in the run, and a server's length that the trainer's is too short for."""
+    interval, steps, batch = given["eval_every_n_versions"], given.get(STEPS, MAX_TRAIN_STEPS), _batch(given)
+    are_numbers = all(isinstance(number, int) and number > 0 for number in (interval, steps))
+    if batch and are_numbers and interval > steps * batch:
         given["eval_every_n_versions"] = 0
         result.changed.append(f"eval_every_n_versions: {interval} → 0: the run has fewer samples")
-    trained, served = given.get(SEQ_LENGTH, 12000), given.get(MAX_MODEL_LEN, 10000)
+    trained, served = (given.get(key, length) for key, length in LENGTHS.items())
     if isinstance(trained, int) and isinstance(served, int) and trained < served:
         given[MAX_MODEL_LEN] = trained
         result.changed.append(f"{MAX_MODEL_LEN}: {served} → {trained}: {SEQ_LENGTH} must hold what a server makes")
@@ -285,10 +279,10 @@ def _mix(mix: Mapping[str, Any], result: Migration) -> bool:
     played = values.get(DOMAIN_ROLLOUTS)
     names = {key: values.get(key, []) for key in NAME_LISTS}
     weights = {domain: weight for domain, weight in mix.items() if weight}
-    said = [str(name) for listed in names.values() for name in listed]
-    if values.get("actor.rollout_policy") != DISPATCHER or not isinstance(played, Mapping) or not said:
+    every_name = [str(name) for listed in names.values() for name in listed]
+    if values.get("actor.rollout_policy") != DISPATCHER or not isinstance(played, Mapping) or not every_name:
         return False
-    if not weights.keys() <= played.keys() or not all("::" in name for name in said):
+    if not weights.keys() <= played.keys() or not all("::" in name for name in every_name):
         return False
     params = dict(values.get(LOADER_PARAMETERS) or {})
     by_domain = params.pop("per_domain_params", None) or {}
@@ -325,26 +319,20 @@ def _texts_of_a_rollout(result: Migration) -> None:
 def _carry(key: str, value: Any, result: Migration) -> None:
     """One key into the new experiment, or a line about why not."""
     row = rename_of(key)
-    if row is None:
+    if row is None or row.kind == "own":
         known = key in config_keys() or key in NAMES or is_free_form(key)
         if _put(key, value, result) and not known:
-            near = nearest_key(key)
-            result.missing.append(
-                f"{key}: kept for the domain, in `extra_keys`" + (f"; is it `{near}`?" if near else "")
-            )
             result.values.setdefault(EXTRA_KEYS, []).append(key)
-        return
-    if row.kind == "own":
-        if _put(key, value, result):
-            result.values.setdefault(EXTRA_KEYS, []).append(key)
-        return
-    if row.kind != "moved":
-        target = (
-            result.needless if row.kind == "needless" or value in (None, False, "", "none", [], -1) else result.missing
-        )
+            if row is None:
+                near = nearest_key(key)
+                meant = f"; is it `{near}`?" if near else ""
+                result.missing.append(f"{key}: kept for the domain, in `extra_keys`{meant}")
+    elif row.kind == "moved":
+        _move(key, value, row, result)
+    else:
+        is_off = value in (None, False, "", "none", [], -1)
+        target = result.needless if row.kind == "needless" or is_off else result.missing
         target.append(f"{key}: {row.why}" if row.why else key)
-        return
-    _move(key, value, row, result)
 
 
 def _move(key: str, value: Any, row: Rename, result: Migration) -> None:

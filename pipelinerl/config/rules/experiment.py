@@ -1,6 +1,7 @@
 """Of the experiment's own keys: domains, judges, conversations to imitate, schedule, debug modes."""
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipelinerl.config.debug import READS, WITH_ROLLOUTS
@@ -109,7 +110,8 @@ def intervals_fit_the_run(config: Config) -> str | None:
     return None
 
 
-def default_of(name: str) -> int:
+def default_of(name: str) -> Any:
+    """The default of a dotted key."""
     return next(key.default for key in declared(Config) if key.name == name)
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipelinerl.config.load import compose, config_keys, is_free_form, suggestion
-from pipelinerl.config.renames import GROUPS, NEEDLESS, RENAMES, Rename, rename_of
+from pipelinerl.config.renames import GROUPS, NEEDLESS, OF_DOMAINS, RENAMES, Rename, rename_of
 from pipelinerl.launcher.command_line import explain_refusal
 from tests.says import says
 
@@ -29,7 +29,7 @@ def test_no_row_is_about_a_key_that_is_here_too() -> None:
 
 
 def test_every_row_is_there_once_and_says_why_there_is_no_key() -> None:
-    assert sum(len(rows) for rows in GROUPS.values()) + len(NEEDLESS) == len(RENAMES)
+    assert sum(len(rows) for rows in GROUPS.values()) + len(NEEDLESS) + len(OF_DOMAINS) == len(RENAMES)
     assert [row.old for rows in GROUPS.values() for row in rows if not row.new and not row.why] == []
     assert [row.old for row in RENAMES.values() if (row.kind == "moved") != bool(row.new)] == []
 
