@@ -32,7 +32,9 @@ from pipelinerl.weights.staging_memory import fits_on_device, reserve_bytes
 from pipelinerl.world.map import WorldMap
 
 ASSUMED_GPU_BYTES = 80 * GIB
-DEFAULT_UTILIZATION = 0.9
+"""Memory of a GPU (A100, H100), where the launcher's machine has none."""
+DEFAULT_UTILIZATION = 0.92
+"""vLLM's own default, where the configuration sets none."""
 EXPERT_RANKS = ("finetune.expert_ranks", 8)
 SMALLER_TRAINER = (
     ("finetune.gradient_checkpointing", True),
@@ -45,6 +47,7 @@ SMALLER_TRAINER = (
 ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
+"""What `finetune.head_chunk_tokens=auto` chooses from, before `SMALLEST_CHUNK`."""
 RECOMPUTED = (False, True)
 """What `finetune.gradient_checkpointing=auto` chooses from, the fastest first.
 
@@ -53,6 +56,7 @@ Not `selective`: on an H200 it was 0.62 to 1.11 times as fast as true, because P
 SURE = 0.85
 """Share of a GPU that a choice may fill. A step has held 1.12 times its plan on an H200."""
 MAX_RANKS_POWER = 11
+"""Numbers of GPUs that a hint tries: 2, 4, … 1024."""
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
 
@@ -296,7 +300,8 @@ def utilization(cfg: Config) -> float:
 
 
 def _vllm(cfg: Config, key: str, default: Any) -> Any:
-    return server_options(cfg).get(key, default)
+    value = server_options(cfg).get(key)
+    return default if value is None else value
 
 
 def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
@@ -360,7 +365,7 @@ def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:
 
 def _server_activations(cfg: Config, shape: ModelShape, ranks: int) -> int:
     """Bytes of a step of vLLM's largest batch: a layer's inputs and products, and float32 logits of all sequences."""
-    tokens, sequences = (int(_vllm(cfg, key, None) or default) for key, default in VLLM_BATCH.items())
+    tokens, sequences = (int(_vllm(cfg, key, default)) for key, default in VLLM_BATCH.items())
     width = 2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // ranks
     return _element(cfg) * tokens * width + 3 * 4 * sequences * shape.vocab
 

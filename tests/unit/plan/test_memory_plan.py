@@ -1,7 +1,10 @@
 """Sizes of models and memory plans, by hand."""
 
+import importlib.util
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,6 +18,7 @@ from pipelinerl.plan.memory import (
     planned_rollouts,
     server_items,
     trainer_bytes,
+    utilization,
     what_would_fit,
     with_choices,
     with_value,
@@ -358,6 +362,17 @@ def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
     # 28 layers × 2 × 4 heads × 128 × 2 bytes = 57,344 bytes per token over both devices
     assert f"{2 * cache // 57344:,} tokens" in plan.note
     assert plan.fits
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["~vllm_config.vllm_kwargs.gpu-memory-utilization", "vllm_config.vllm_kwargs.gpu-memory-utilization=null"],
+)
+def test_server_whose_share_is_not_given_has_vllms_default(override: str):
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    source = (package / "config" / "cache.py").read_text()
+    default = re.search(r"gpu_memory_utilization: float = Field\(default=([\d.]+)", source)[1]
+    assert utilization(make_config(override)) == float(default)
 
 
 def test_staged_updates_are_summed_per_node():
