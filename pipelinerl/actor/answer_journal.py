@@ -35,15 +35,17 @@ log = logging.getLogger(__name__)
 
 FOLDER = "answers"
 KEY_BYTES = 16
+"""128 bits, so that no two requests of an attempt have one key by chance."""
 PLAYED = b"played"
 MAX_PLAYS = 5
 WRITE_TIMEOUT_S = 5.0
+"""Longest wait of an answer for its record: then the attempt goes on without a journal, as a slow disk is no error."""
 READ_TIMEOUT_S = 120.0
 """After a crash, a worker's groups are read one after another."""
 
 
 class Diverged(TransportError):
-    """The attempt asks for something else than the recorded attempt did."""
+    """The attempt sends another request than the recorded attempt did."""
 
 
 class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -239,7 +241,7 @@ class AttemptTransport:
 
     Args:
         file: answers of the attempt before a crash.
-        route: is told which servers had sampled the recorded answers.
+        route: gets the servers that sampled the recorded answers.
     """
 
     def __init__(self, file: AttemptFile, transport: Transport, route: GroupRoute):

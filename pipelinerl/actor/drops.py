@@ -8,6 +8,7 @@ from pipelinerl.records import PreprocessorProgress, topics
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
 LISTEN_S = 0.5
+"""Longest time after which the thread notices `stop`. Records wake it at once."""
 
 
 class DropListener:

@@ -147,7 +147,7 @@ class Executor:
         return route.aborted_requests
 
     def domain_of(self, task: asyncio.Task[Any]) -> int | None:
-        """Returns the index of the domain of which the task runs an attempt. None: it runs none. For any thread."""
+        """Returns the index of the domain whose attempt the task runs. None: it runs none. For any thread."""
         return self._domains.get(task)
 
     async def _run_attempt(
@@ -159,7 +159,7 @@ class Executor:
         transport: GroupTransport,
         file: AttemptFile | None,
     ) -> Rollout | Failure:
-        """Plays an attempt, with the answers that it got before a crash. One that then asks otherwise starts anew."""
+        """Plays an attempt, first with its recorded answers. If its requests differ, it starts anew without them."""
 
         async def play(carrier: Transport, oldest: int) -> Rollout | Failure:
             llm = self._llm(start, attempt, carrier, server_url)

@@ -21,7 +21,8 @@ from pipelinerl.records.drops import DropReason
 OF_THE_DOMAIN = frozenset({DropReason.DOMAIN_ERROR, DropReason.NO_TRAINED_TOKENS})
 """The domain's own code will fail again, so these count towards ``actor.max_domain_errors``."""
 
-MAX_ERROR_CHARS = 2000
+MAX_ERROR_CHARS, MAX_PROBLEM_CHARS = 2000, 300
+"""Of an exception's text and of the problem in a failure, which logs and records hold."""
 
 _TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_len", "longer than the maximum")
 
@@ -51,7 +52,9 @@ def describe_failure(error: BaseException, function: str, problem: dict) -> str:
         if frames:
             place = f" at {frames[-1].filename}:{frames[-1].lineno}"
     said = shorten(redacted(str(error)), MAX_ERROR_CHARS)
-    return f"{function} raised {type(error).__name__}: {said}{place}; problem: {shorten(repr(problem), 300)}"
+    return (
+        f"{function} raised {type(error).__name__}: {said}{place}; problem: {shorten(repr(problem), MAX_PROBLEM_CHARS)}"
+    )
 
 
 def shorten(text: str, limit: int) -> str:

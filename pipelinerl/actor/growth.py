@@ -1,4 +1,4 @@
-"""What a worker knows of the answers that its servers are sampling: how long they are, and when they last grew.
+"""Follows the answers that servers are sampling for a worker: how long they are, and when they last grew.
 
 An answer comes as a whole, so servers are asked once a second what they sample for this worker. Time limits of requests
 and rollouts can then measure stillness, and the actor counts tokens before their rollouts end.
@@ -22,9 +22,11 @@ from pipelinerl.records.answers import UNDER_WAY_PATH, RequestUnderWay, UnderWay
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 1.0
-ASK_TIMEOUT_S = 30.0
+"""Interval of the questions, and the age from which a request is followed."""
 GROWING_S = 60.0
 """An answer that has grown within this time is growing. An engine's step may take seconds on a busy machine."""
+ASK_TIMEOUT_S = GROWING_S / 2
+"""One question that gets no answer does not make a growing answer a still one."""
 
 
 @dataclass(eq=False)

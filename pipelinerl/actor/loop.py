@@ -25,6 +25,7 @@ from pipelinerl.records.drops import DropReason
 log = logging.getLogger(__name__)
 
 MIN_POLL_S, MAX_POLL_S = 0.005, 0.05
+"""Bounds of the wait for workers. A new version or server is noticed after the second at the latest."""
 
 
 class TrainerView(Protocol):
@@ -130,7 +131,7 @@ class ActorLoop:
             self._note(failure)
 
     def _usable(self, version: int, serving: Mapping[str, int]) -> Servers:
-        """Combines two sources: the trainer knows each server's version, the leases know which live, and their URLs."""
+        """Combines versions, which the trainer reports, with URLs and rooms, which are in the servers' leases."""
         live = self._live()
         urls = {name: live[name].job.url for name in serving if name in live}
         return Servers(
@@ -194,7 +195,7 @@ class ActorLoop:
 
     def _poll_timeout_s(self) -> float:
         """How long to wait for workers before checking the trainer's state again: a tenth of the quiet time."""
-        if self._training.awaits_check:  # the trainer's message about it wakes nobody
+        if self._training.awaits_check:  # the trainer's message about it does not end the wait
             return MIN_POLL_S
         return min(MAX_POLL_S, max(MIN_POLL_S, (time.monotonic() - self._last_event) / 10))
 

@@ -24,12 +24,13 @@ from pipelinerl.actor.messages import Blocked
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+"""Interval at which the loop notes the time. A block is measured to this precision."""
 BLOCKED_S = 0.5
 """A longer pause is reported."""
 LOG_EVERY_S = 30.0
 """Least time between two lines about one domain."""
 UNKNOWN = "unknown"
-"""In the place of a domain, when the loop was blocked by a task or a callback of which no rollout is known."""
+"""Name of the domain, where the loop was blocked by code outside any rollout."""
 NOT_SEEN = "a place that was not seen"
 STACK_FRAMES = 6
 """Innermost frames that the log names."""
@@ -50,7 +51,7 @@ class LoopStack:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopTimes:
-    """Of the loop's thread and of the thread that looks at it, in seconds since the last tick."""
+    """Times of the loop's thread and of the thread that looks at it, since the last tick."""
 
     pause_s: float
     """By which the tick came late."""

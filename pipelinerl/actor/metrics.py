@@ -17,6 +17,7 @@ from pipelinerl.records import EvaluationDone, Rollout
 log = logging.getLogger(__name__)
 
 WINDOW = 1024
+"""Newest rollouts that the means are taken over: four optimizer batches of the default size."""
 TOTALS = (
     ActorMetric.ROLLOUTS,
     ActorMetric.GROUPS,
@@ -100,7 +101,7 @@ class ActorMetrics:
             self._max_versions = max(self._max_versions, seen.num_versions)
 
     def sampling(self, worker: int, now: Sampling) -> None:
-        """Takes what a worker says about its answers. One that was replaced counts from nothing again."""
+        """Adds a worker's report about its answers. A worker that was replaced counts from zero again."""
         before = self._sampling.get(worker, NOTHING)
         self._sampled += now.tokens - (before.tokens if now.tokens >= before.tokens else 0)
         self._ended += now.ended - (before.ended if now.ended >= before.ended else 0)

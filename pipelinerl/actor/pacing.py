@@ -43,7 +43,7 @@ class Pacing:
 
     @property
     def most_running(self) -> float:
-        """Units that are under way at best, when those of one step are being trained."""
+        """The most units that may be under way while those of one step are being trained."""
         return (
             math.inf if self.max_lag_steps is None else self.batch_size * max(1, self.max_lag_steps) / self.num_actors
         )

@@ -23,6 +23,7 @@ from pipelinerl.world.disk import make_folder, replace_file
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 5.0
+"""After a crash the records of this time are read again. Each save waits for the disk."""
 SNAPSHOT_FILE = "progress.msgpack"
 
 
@@ -140,17 +141,17 @@ class ActorProgress:
 
     @property
     def expected_units(self) -> float:
-        """Units of all samples dispatched and not dropped. One under way counts as those published in the mean."""
+        """Units of all samples dispatched and not dropped. One under way counts as the mean of the published ones."""
         return self.units + (self.dispatched - self.dropped - self.published) * self.units_per_rollout
 
     @property
     def is_rollout_size_known(self) -> bool:
-        """Whether it is known how many units a rollout under way has: always one, or as published ones in the mean."""
+        """Whether the size of a rollout under way is known: one unit, or the mean of the published ones."""
         return self._unit == "rollouts" or self.published > 0
 
     @property
     def units_per_rollout(self) -> float:
-        """Of those published in the mean. 1 until there is one."""
+        """Mean over the published rollouts. 1 until there is one."""
         return self.units / self.published if self.published else 1.0
 
     def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:
@@ -285,7 +286,7 @@ class TopicJournal:
     def save(self) -> None:
         """Syncs the records, writes a snapshot that covers them, then permits their deletion."""
         offset = self._groups.next_offset
-        self._answers.flush()  # nobody repeats it for a record that the snapshot covers
+        self._answers.flush()  # a restart applies no record before the snapshot, so it would not remove them
         self._groups.sync()
         save_snapshot(self._folder, self._progress.snapshot(offset))
         if self._cursor is not None:

@@ -51,7 +51,7 @@ class Misses:
         return {server: len(since) for server, since in self._since.items()}
 
     def faulty_server(self, rollout: Rollout) -> str | None:
-        """Returns the server because of which the rollout is refused, None if it may be used."""
+        """Returns a server that missed a probe for the rollout's tokens. None: the rollout may be used."""
         if not self._since:
             return None
         newest = newest_version(rollout)

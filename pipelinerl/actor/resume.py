@@ -17,6 +17,7 @@ from pipelinerl.streams.epoch import EVALUATIONS_FILE, lost_folder, read_epoch
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
+"""Interval at which the trainer's message is looked for, once in a resumed run."""
 
 
 def begin_again(

@@ -35,6 +35,7 @@ from pipelinerl.world.process import raise_open_files
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_POLL_S = 0.5
+"""Interval of the questions whether an environment server answers, while the role starts."""
 
 
 def run(context: RoleContext) -> None:
@@ -111,7 +112,7 @@ def run(context: RoleContext) -> None:
 
 
 def make_trainer(context: RoleContext, progress: ActorProgress) -> TrainerState | OneVersion:
-    """Makes the view of the trainer, or without one what stands in its place until enough samples are published."""
+    """Makes the view of the trainer. Without one it is a fixed version, until enough samples are published."""
     cfg, view, replica = context.cfg, context.server_view, context.job.replica_idx
     if cfg.debug.mode is None:
         return TrainerState(context.run_dir, last_step=cfg.finetune.max_train_steps)

@@ -25,9 +25,11 @@ log = logging.getLogger(__name__)
 COALESCE_WINDOW_S = 0.002
 """How long a request waits for equal ones of its group. It is sent at once when all attempts have joined."""
 FIRST_BACKOFF_S = 0.25
+"""Wait before the first repetition of a request. It doubles from one to the next."""
 MIN_EVENNESS = 0.8
 """Requests are joined only while a prompt's mean completion length is at least this fraction of the longest."""
 EVENNESS_WEIGHT = 0.05
+"""Weight of a prompt in the moving average: the newest 20 prompts or so decide whether requests are joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Client:
     Args:
         session: the worker's connections, directly to the servers. Domains may get it too, so it carries no secret.
         token: bearer token of the servers.
-        only_version: the version of all tokens, whatever the servers say, in a run without a trainer. None: theirs.
+        only_version: the version of all tokens in a run without a trainer. None: as the servers report it.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Client:
             if left_s <= 0:
                 raise TransportError(
                     f"{server.name} gave no completion within actor.request_timeout_s={self.limits.timeout_s}, "
-                    f"and its answer of {growth.tokens} tokens has not grown for so long"
+                    f"and its answer of {growth.tokens} tokens has not grown in that time"
                 )
             await asyncio.wait((task,), timeout=left_s)
         return task.result()
@@ -311,7 +313,7 @@ class GroupTransport:
         if wrong:
             raise DomainError(
                 f"the rollout function sets llm.parameters[{wrong[0]!r}]={parameters.get(wrong[0])!r}, but the trainer "
-                f"knows the whole distribution at temperature {self._trained_temperature} only: leave it as it is"
+                f"computes the whole distribution at temperature {self._trained_temperature}: leave it as it is"
             )
         self._checked = body_key
 

@@ -30,7 +30,7 @@ SLOW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """What a sampler is told: N problems, and how the policy has done on each.
+    """A sampler's argument: N problems, and how the policy has done on each.
 
     Means are over the groups of a problem, and each newer group counts as much as all before it: m ← (m + newest) / 2.
     NaN: no group of it was published.
@@ -140,7 +140,7 @@ class ProblemSampler:
 
     @property
     def problems_tried(self) -> int:
-        """Problems of which a group has ended."""
+        """Problems with a group that has ended."""
         return len(self._history)
 
     @property
@@ -149,7 +149,7 @@ class ProblemSampler:
         return float(1 / np.square(self._shares_N).sum())
 
     def pool(self) -> Pool:
-        """Returns what the function is told."""
+        """Returns the sampler's argument."""
         return Pool(
             problems=self._problems,
             groups_N=self._groups_N.copy(),

@@ -20,7 +20,6 @@ from pipelinerl.world.process import connections_of, raise_open_files
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 32000
 POLICY_NAME = "policy"
 
 
@@ -44,7 +43,7 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         model_name=POLICY_NAME,
         tokenizer_name=cfg.model_path,
         parameters=section.parameters,
-        context_size=context_size(cfg),
+        context_size=max_model_len(cfg) or TrainableLLM.model_fields["context_size"].default,
         collect_logprobs=True,
         renderer=section.renderer or "",
         tool_parser=section.tool_parser or "",
@@ -54,10 +53,6 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
     llm.chat_template_kwargs = template_options(section.chat_template, section.chat_template_kwargs, llm.tokenizer)
     renderer_of(llm.tokenizer, llm.renderer).prepare(llm.chat_template_kwargs)  # refused here, not in a rollout
     return llm
-
-
-def context_size(cfg: Config) -> int:
-    return max_model_len(cfg) or DEFAULT_CONTEXT
 
 
 def rollout_rules(cfg: Config) -> RolloutRules:

@@ -11,6 +11,7 @@ from pipelinerl.utils import is_healthy
 
 ONLY_VERSION = 0
 POLL_S = 0.5
+"""Interval of the questions whether the servers answer."""
 
 
 class OneVersion:
@@ -20,7 +21,7 @@ class OneVersion:
         servers: returns this actor's servers with a valid lease, by name.
         is_enough: whether the actor has made all the rollouts that were asked for.
         startup_s: a server must answer within this time.
-        silence_s: if no server has answered for so long, the actor fails.
+        silence_s: the actor fails if no server has answered for this time.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class OneVersion:
 
     @property
     def verified(self) -> Mapping[str, int]:
-        """None: without a trainer nobody probes the servers."""
+        """Empty: without a trainer no server is probed."""
         return {}
 
     @property

@@ -91,7 +91,7 @@ class WorkTable:
         return running == 0 or running + attempts <= self._room
 
     def share_free(self, most: float) -> float:
-        """Share that no rollout uses of the servers' room, of which ``most`` rollouts can be used at best."""
+        """Unused share of the servers' room, or of room for ``most`` rollouts if that is less."""
         usable = min(self._room, most)
         return max(0.0, 1.0 - self._workers.num_rollouts / usable) if usable else 0.0
 

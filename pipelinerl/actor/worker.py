@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
+"""Interval of heartbeats: 30 within the default of `launcher.heartbeat_timeout_s`."""
 
 
 def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:

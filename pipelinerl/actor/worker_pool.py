@@ -41,6 +41,7 @@ from pipelinerl.records import Rollout
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2.0
+"""Time in which all workers must end after `Stop`. Then they are killed."""
 PAUSE_S = 5.0
 """After a longer pause between two polls, an old heartbeat may only mean that the whole machine stood still. The time
 allowed for silence then starts again."""
@@ -109,7 +110,7 @@ class RolloutWorkers:
 
     Args:
         silence_s: a worker without a heartbeat for this many seconds counts as frozen and is killed.
-        on_sampling: is told what a worker, by its index, says about the answers under way.
+        on_sampling: gets a worker's index and its report about the answers under way.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ BEGIN = "begin: written by `make format`"
 END = "end"
 FROM_GROUPS = ("finetune", "streams", "rewards")
 """Keys that base.yaml takes from files of their own."""
-WIDTH = 120
-COMMENT_COLUMN = 34
+WIDTH, COMMENT_COLUMN = 120, 34
+"""Layout of the YAML files."""
 
 
 def pages() -> dict[str, str]:

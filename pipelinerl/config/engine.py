@@ -22,7 +22,7 @@ ADAMW = "adamw"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTraits:
-    """What an engine says of itself before it is built. The defaults are those of an engine of one's own.
+    """Properties of an engine that are needed before it is built. The defaults are those of an engine of one's own.
 
     A class names its traits in the attribute `traits` (`pipelinerl.finetune.engines.base.Engine`).
     """

@@ -40,13 +40,14 @@ NEVER_LOGGED = (
 REFERRED: set[str] = set()
 """More of them: those to which a configuration that this process has read refers."""
 MIN_SECRET_CHARS = 16
+"""Shortest `PIPELINERL_SECRET`: 64 bits, if it is written in hexadecimal digits."""
 
 
 class Kind(NamedTuple):
     """A type of environment variables."""
 
     pattern: str
-    """Of the whole value, in any case of letters."""
+    """Regular expression of the whole value. Case does not matter."""
     allowed: str
     """The same in words."""
 

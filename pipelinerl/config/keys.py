@@ -1,7 +1,7 @@
 """A configuration key is declared once, in the typed field that holds it.
 
 The annotation gives type and bound. `key` adds the default, the meaning, and whether a resumed run may change it.
-Everything else that knows about keys reads them from here: the YAML files and the page of the documentation
+Everything else reads the keys from here: the YAML files and the page of the documentation
 (`pipelinerl.config.docs`), the check of a resumed run (`pipelinerl.config.resume`).
 """
 

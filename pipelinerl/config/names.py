@@ -18,7 +18,7 @@ class OtherName:
     name: str
     key: str
     default: Any
-    """Of the key. `base` always has the key, so that the other name wins over this value."""
+    """Default of the key. `base` always has the key, so that the other name wins over this value."""
 
 
 OTHER_NAMES = (

@@ -122,7 +122,7 @@ def _absolute_if_there(text: str, base: Path) -> str:
 
 
 def _absolute(path: str, base: Path) -> str:
-    """Without `..`, links as they are: a link that is turned later is followed later. `~name` of nobody stays."""
+    """Without `..`, links as they are: a link that is turned later is followed later. An unknown `~name` stays."""
     return os.path.normpath(base / os.path.expanduser(path))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
 """Package data; in a checkout a link to its `conf/`."""
 EXAMPLES_DIR = CONF_DIR.parent / "examples"
-"""Of a checkout; an installed package has none. Its folders hold a task each: configuration and domain."""
+"""Exists in a checkout alone. Its folders hold a task each: configuration and domain."""
 OWN_DIR = Path("conf")
 """Folder of the working directory whose configurations win over the packaged ones."""
 
@@ -31,11 +31,11 @@ def config_names(config_dir: Path | str | None = None) -> list[str]:
 LOCK_FILE = "launcher.lock"
 """In the run folder; held for as long as a launcher runs there."""
 RUN_CONFIG = Path("conf") / "config.yaml"
-"""Of a run folder."""
+"""The run's resolved configuration, in its folder."""
 RUN_ORIGIN = Path("conf") / "origin.json"
-"""Of a run folder: where the run was made (`pipelinerl.config.origin`)."""
+"""Where the run was made (`pipelinerl.config.origin`), in its folder."""
 RUN_ADDRESS = Path("conf") / "address"
-"""Of a run folder that a role made for itself: where the run is (`pipelinerl.membership.address`)."""
+"""Where the run is (`pipelinerl.membership.address`), in the folder that a role elsewhere made for itself."""
 METRICS, CHECKPOINTS, EXPORTS = "metrics", "checkpoints", "exports"
 """Folders of a run folder that several commands read."""
 SUMMARY_FILE, CURVE_FILE = "summary.json", "learning_curve.png"

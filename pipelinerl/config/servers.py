@@ -1,4 +1,4 @@
-"""vLLM's options as the run's configuration gives them: one spelling, and those that the run sets itself."""
+"""The run's servers as the configuration describes them: their models, vLLM's options, devices and capacity."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

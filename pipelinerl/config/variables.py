@@ -1,7 +1,7 @@
 """Values from the environment: `{env: NAME}` in the configuration stands for the value of the variable NAME.
 
-The reference is what files, records, trackers and documents hold. A role puts the value in its place in its own memory,
-where it uses it. What is secret by its name may stand in the configuration as a reference only.
+Files, records, trackers and documents hold the reference. A role replaces it in its own memory, where it uses the
+value. A key whose name is that of a secret takes a reference only.
 """
 
 import re
@@ -114,9 +114,9 @@ def check_secrets(container: Mapping[str, Any]) -> None:
 def check_literals(container: Mapping[str, Any], own: Sequence[str] = ()) -> None:
     """Raises ``ConfigError`` for a literal secret. ``own``: keys of the domain's own."""
     for key in _literal_secrets(container, ""):
-        cure = "put {env: NAME} in its place" if _takes_references(key, own) else "leave it out"
+        fix = "put {env: NAME} in its place" if _takes_references(key, own) else "leave it out"
         raise ConfigError(
-            f"`{key}` holds a secret, which would stand in files and logs: set an environment variable to it and {cure}"
+            f"`{key}` holds a secret, which would stand in files and logs: set an environment variable to it and {fix}"
         )
 
 

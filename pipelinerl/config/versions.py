@@ -46,7 +46,7 @@ def installed_version(library: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of Python and of every library in the table."""
+    """Versions of Python and of every library in the table."""
     found = {name: installed_version(name) or "not installed" for name in SUPPORTED}
     return {"python": ".".join(map(str, sys.version_info[:3])), **found}
 

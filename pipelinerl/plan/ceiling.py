@@ -22,6 +22,7 @@ LOAD = 0.7
 STREAM_BYTES = 8 + 16
 """Bytes per token in a group and in a micro-batch."""
 LARGE_WORLD = 1000
+"""Devices of a second estimate, which shows what grows out of one process."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer's attention."""
         if self.latent is not None:
             return self.latent.parameters(self.hidden, self.heads)
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

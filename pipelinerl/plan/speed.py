@@ -27,6 +27,7 @@ TRAINED_FLOPS, DECODED_FLOPS = 6, 2
 MEAN_SHARE = 0.3
 """Mean length of a completion as a share of `max_tokens`, where none is given."""
 PROMPT_TOKENS = 500
+"""Mean length of a prompt, where none is given."""
 COPY_SHARE = 0.39
 """Speed of a copy within a GPU over its bandwidth: 1.3 of 3.35 TB/s on an H100."""
 HOST_BYTES_PER_S = 50e9
@@ -74,7 +75,7 @@ class RoleSpeed(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     devices: int
     tokens_per_s: float
-    """Of all devices together."""
+    """Sum over all devices."""
     mfu: float
     note: str
 

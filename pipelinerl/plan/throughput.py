@@ -172,6 +172,7 @@ def recommend(
 QUEUED_STEPS = 2
 """Steps between publication and training: one for the batch being filled and one for the batch being trained."""
 TOLERATED = 0.01
+"""Largest share of the longest tenth that a recommended bound drops."""
 
 
 class DropShares(msgspec.Struct, frozen=True, kw_only=True):

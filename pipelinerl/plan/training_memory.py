@@ -18,7 +18,7 @@ GIB = 2**30
 RUNTIME_BYTES = 2 * GIB
 """CUDA context, communication buffers, fragmentation."""
 SMALLEST_CHUNK = 256
-"""Of `finetune.head_chunk_tokens=auto`."""
+"""Tokens of `finetune.head_chunk_tokens=auto` where nothing larger surely fits."""
 ZERO_BUCKET, ZERO_LIVE, ZERO_SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 ZERO_LIVE_KEYS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """DeepSpeed's defaults, in parameters."""
@@ -31,12 +31,12 @@ class MemoryItem(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes per element."""
+    """Number formats."""
 
     computed: int
-    """Of matrix products."""
+    """Bytes in matrix products."""
     stream: int
-    """Of the residual stream. Autocast keeps it in float32."""
+    """Bytes in the residual stream, which autocast keeps in float32."""
     autocast: bool
     """Whether float32 weights are copied to bfloat16 for the products."""
 

@@ -17,6 +17,7 @@ from pipelinerl.config.migrate.migration import Migration
 from pipelinerl.errors import EXIT_REFUSED, ConfigError
 
 WIDTH = 118
+"""Longest line of the new file."""
 
 
 class _Dumper(yaml.SafeDumper):

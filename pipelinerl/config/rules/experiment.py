@@ -1,4 +1,4 @@
-"""Of the experiment's own keys: domains, judges, conversations to imitate, schedule, debug modes."""
+"""Rules about the experiment's own keys: domains, judges, conversations to imitate, schedule, debug modes."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from pipelinerl.config.sections import Config
 METRICS_OF_ALL = ("reward", "success", "no_error", "no_answer")
 """Metrics of every rollout (`pipelinerl.rollouts.BaseMetrics`)."""
 DOMAIN_NAME_BYTES = 64
-"""Longest name of a domain: it is in the name of every group, of which files have their names."""
+"""Longest name of a domain. Names of groups begin with it, and names of files with those, which have 255 bytes."""
 SFT_DOMAIN = "sft"
 """Domain of the conversations of `sft.datasets` in records."""
 METRIC_GROUPS = ("eval", "failures", "groups_dropped", "loop_blocked_s", "mix", "published_before_miss", "refused")

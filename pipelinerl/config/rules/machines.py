@@ -1,4 +1,4 @@
-"""Of devices, streams, launcher and wandb."""
+"""Rules about devices, streams, launcher and wandb."""
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.sections import Config

@@ -1,4 +1,4 @@
-"""Of sampling, of the actor and of what the preprocessor does with rollouts."""
+"""Rules about sampling, the actor and the preprocessor."""
 
 from collections.abc import Mapping
 from typing import Any

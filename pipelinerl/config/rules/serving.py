@@ -1,4 +1,4 @@
-"""Of vLLM's own options and of how weights travel."""
+"""Rules about vLLM's own options and the way of weights."""
 
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.sections import Config

@@ -1,4 +1,4 @@
-"""Of the trainer, apart from the objective."""
+"""Rules about the trainer, apart from the objective."""
 
 from pipelinerl.config.engine import TRAITS, engine_of
 from pipelinerl.config.sections import Config
@@ -24,7 +24,7 @@ def temperature_is_positive(config: Config) -> str | None:
 
 
 def engine_runs_with_settings(config: Config) -> str | None:
-    """Of a built-in engine. One of the user's own is asked by the launcher, because its class imports torch."""
+    """Checks a built-in engine. The launcher checks one of the user's own, because its class imports torch."""
     traits = TRAITS.get(engine_of(config, ranks=2))
     return traits.check(config) if traits else None
 
