@@ -34,6 +34,12 @@ def test_newest_version_counts_for_every_server_of_a_rollout() -> None:
     assert used == {"s": 5, "t": 4, "u": 2}
 
 
+def test_group_waits_ten_seconds_at_most_for_a_probe() -> None:
+    gate = PublishGate()
+    gate.follow(serving={"s": 8}, verified={"s": 7}, now=0.0)
+    assert [gate.holds({"s": 8}, finished=0.0, now=now) for now in (9.9, 10.1)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("versions", "before", "refused"),
     [

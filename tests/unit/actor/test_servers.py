@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
+import pytest
+
+from pipelinerl.actor import servers
 from pipelinerl.actor.router import Client, GroupRoute, RequestLimits
 from pipelinerl.actor.servers import InferenceServer, ServerLoads
 
@@ -53,6 +57,21 @@ async def test_groups_are_shared_by_what_servers_take() -> None:
     for _ in range(40):
         (await pool.choose(0)).load += 1
     assert {server.name: server.load for server in (await chosen(pool))} == {"fast": 30, "slow": 10}
+
+
+async def test_server_that_failed_is_avoided_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: now))
+    pool = ServerLoads()
+    pool.update(URLS, {"fast": 0, "slow": 0})
+    failed = await pool.choose(0)
+    failed.cool_down()
+    other = await pool.choose(0)
+    other.load = 1
+    now = 1.9
+    assert await pool.choose(0) is other
+    now = 2.1
+    assert await pool.choose(0) is failed
 
 
 async def test_capacities_that_are_not_known_of_all_do_not_count() -> None:

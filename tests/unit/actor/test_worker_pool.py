@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.actor.worker import BEAT_S
 from pipelinerl.actor.worker_pool import RolloutWorkers
+from pipelinerl.config.rules.experiment import default_of
 from pipelinerl.errors import DomainError
 from tests.says import says
+
+
+def test_heartbeats_are_many_within_the_default_time_limit() -> None:
+    assert default_of("launcher.heartbeat_timeout_s") / BEAT_S >= 30
 
 
 def test_worker_that_dies_while_it_loads_is_told_and_the_others_end(tmp_path: Path) -> None:
