@@ -1,6 +1,6 @@
-"""Dotted keys in a configuration of plain nested mappings, which is never changed in place."""
+"""Dotted keys and texts in a configuration of plain nested mappings, which is never changed in place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ABSENT = object()
@@ -35,3 +35,14 @@ def without(container: Mapping[str, Any], key: str) -> dict[str, Any]:
     inside = dict(value_at(container, section) if section else container)
     del inside[last]
     return with_settings(container, {section: inside}) if section else inside
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a value with every text in it changed. Keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(inner, change) for inner in value]
+    return value

@@ -10,10 +10,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config.nested import map_texts
 from pipelinerl.config.paths import EXAMPLES_DIR, RUN_CONFIG, RUN_ORIGIN
 
 DATA_ENDING = r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz)?|parquet|arrow)"
@@ -72,7 +73,7 @@ def _with_absolute_data(section: Mapping[str, Any], base: Path) -> dict[str, Any
             found[key] = [_absolute_data(name, base) if isinstance(name, str) else name for name in found[key]]
     for key in FREE_FORM:
         if key in found:
-            found[key] = _map_texts(found[key], lambda text: _absolute_if_there(text, base))
+            found[key] = map_texts(found[key], lambda text: _absolute_if_there(text, base))
     return found
 
 
@@ -135,7 +136,7 @@ def with_moved_paths(container: Mapping[str, Any], run_dir: Path) -> dict[str, A
     def follow(text: str) -> str:
         return new + text[len(old) :] if text == old or text.startswith(f"{old}/") else text
 
-    return _map_texts(dict(container), follow)
+    return map_texts(dict(container), follow)
 
 
 def placeless(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -147,17 +148,7 @@ def placeless(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
         found = next(((old, new) for old, new in places if text == old or text.startswith(f"{old}/")), ("", ""))
         return found[1] + text[len(found[0]) :]
 
-    return _map_texts(settings, without_place)
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_texts(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(inner, change) for inner in value]
-    return value
+    return map_texts(settings, without_place)
 
 
 def origin_document(run_dir: Path) -> str:

@@ -14,7 +14,7 @@ from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import config_keys, is_free_form, nearest_key
 from pipelinerl.config.names import NAMES, TARGET
-from pipelinerl.config.nested import with_settings
+from pipelinerl.config.nested import map_texts, with_settings
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, SAME_DOMAINS, Rename, rename_of
 from pipelinerl.config.rules.experiment import default_of
 from pipelinerl.config.sections import Config
@@ -365,7 +365,7 @@ def _put(key: str, value: Any, result: Migration) -> bool:
             lost.append(match[1])
         return f"${{{row.new}}}"
 
-    new = _in_texts(value, renamed)
+    new = map_texts(value, lambda text: REFERENCE.sub(renamed, text))
     if lost:
         result.missing.append(f"{key}: it refers to `{lost[0]}`, which is not here")
         return False
@@ -377,14 +377,6 @@ def _put(key: str, value: Any, result: Migration) -> bool:
         result.changed.append(f"{key}: {_short(value)} → {_short(new)}")
     result.values[key] = new
     return True
-
-
-def _in_texts(value: Any, renamed: Any) -> Any:
-    if isinstance(value, str):
-        return REFERENCE.sub(renamed, value)
-    if isinstance(value, Mapping):
-        return {name: _in_texts(inner, renamed) for name, inner in value.items()}
-    return [_in_texts(inner, renamed) for inner in value] if isinstance(value, list) else value
 
 
 def _functions(result: Migration) -> None:
