@@ -19,6 +19,7 @@ from pipelinerl.config.origin import make_importable, with_moved_paths
 from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import with_plain_options
 from pipelinerl.config.units import in_steps
 from pipelinerl.config.variables import check_secrets, references
 from pipelinerl.errors import ConfigError
@@ -95,7 +96,7 @@ def must_be_given(missing: Sequence[str]) -> str:
 def parse_container(container: dict[str, Any]) -> Config:
     """Types, bounds and unknown keys of a configuration that `to_container` has made."""
     try:
-        return Config.model_validate(in_steps(without_extra_keys(container)))
+        return Config.model_validate(with_plain_options(in_steps(without_extra_keys(container))))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
 

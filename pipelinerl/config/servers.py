@@ -1,8 +1,10 @@
 """The run's servers as the configuration describes them: their models, vLLM's options, devices and capacity."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipelinerl.config.nested import value_at, with_settings
 from pipelinerl.config.objectives import loss_signature
 from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.errors import ConfigError
@@ -127,17 +129,20 @@ def requests_per_worker(config: Config, num_servers: int) -> int:
     return -(-num_servers * most_rollouts(config) // config.actor.rollout_workers)
 
 
-def server_options(config: Config) -> dict[str, Any]:
-    """`vllm_config.vllm_kwargs` with one spelling per option: dashes, and `x: false` for `no-x`.
+def with_plain_options(container: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with one spelling of vLLM's options: dashes, and `x: false` for `no-x`.
 
     `x.y` sets a part of the option `x`. The name of the part, behind the dot, stays as it is.
 
     Raises:
         ConfigError: an option is named twice with different values, or whole and in parts.
     """
+    given = value_at(container, "vllm_config.vllm_kwargs")
+    if not isinstance(given, Mapping):
+        return dict(container)
     options: dict[str, Any] = {}
     spelt: dict[str, str] = {}
-    for key, value in config.vllm_config.vllm_kwargs.items():
+    for key, value in given.items():
         option, *part = key.split(".", 1)
         name = ".".join([option.replace("_", "-"), *part])
         if name.startswith("no-") and value in ("", True):
@@ -157,11 +162,11 @@ def server_options(config: Config) -> dict[str, Any]:
             )
     if options.get("max-num-seqs") == "auto":  # as actor.llm_max_rollouts, from which it is taken
         options["max-num-seqs"] = MOST_ROLLOUTS
-    return options
+    return with_settings(container, {"vllm_config.vllm_kwargs": options})
 
 
 def option_of(name: str) -> str:
-    """The option that a name of `server_options` sets, whole or a part of it: `x` for `x` and `x.y`."""
+    """The option that a key of `vllm_kwargs` sets, whole or a part of it: `x` for `x` and `x.y`."""
     return name.partition(".")[0]
 
 
@@ -171,7 +176,7 @@ def max_model_len(config: Config) -> int | None:
     Raises:
         ConfigError: it is no whole number of at least 1. vLLM's `10k` and `auto` are not known here.
     """
-    length = server_options(config).get("max-model-len")
+    length = config.vllm_config.vllm_kwargs.get("max-model-len")
     if length is None:
         return None
     if not str(length).isdecimal() or int(length) < 1:
@@ -184,13 +189,14 @@ def probe_tolerance(config: Config) -> float:
     wanted = config.weights.probe_tolerance
     if wanted != "auto":
         return wanted
-    in_float32 = config.finetune.dtype == "float32" and server_options(config).get("dtype") in ("float32", "float")
+    served = config.vllm_config.vllm_kwargs.get("dtype")
+    in_float32 = config.finetune.dtype == "float32" and served in ("float32", "float")
     return FLOAT32_TOLERANCE if in_float32 else HALF_TOLERANCE
 
 
 def devices_per_server(config: Config) -> int:
     """Tensor-parallel × pipeline-parallel size."""
-    options = server_options(config)
+    options = config.vllm_config.vllm_kwargs
     sizes = [str(options.get(key) or 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
     if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
         raise ConfigError(

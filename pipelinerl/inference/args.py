@@ -23,7 +23,6 @@ from pipelinerl.config.servers import (
     option_of,
     sends_adapter,
     served_path,
-    server_options,
     side_model,
 )
 from pipelinerl.config.variables import with_values
@@ -83,7 +82,7 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     Raises:
         ConfigError: `vllm_config.vllm_kwargs` sets a reserved key.
     """
-    user = server_options(cfg)
+    user = cfg.vllm_config.vllm_kwargs
     own = _defaults(cfg, world, job)
     _refuse_reserved(user, own)
     _refuse_compiled_policy(user, world, job)
@@ -126,7 +125,7 @@ def vllm_environment(
             env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, _local_devices(cfg, job))
         if devices_per_server(cfg) == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if server_options(cfg).get("enforce-eager", True):
+        if cfg.vllm_config.vllm_kwargs.get("enforce-eager", True):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
     own = with_values(cfg.vllm_config.env, os.environ, "vllm_config.env")
     env |= own | checked_variables(own)

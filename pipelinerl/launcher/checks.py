@@ -25,7 +25,7 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
-from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
+from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker
 from pipelinerl.config.variables import with_values
 from pipelinerl.config.versions import unsupported
 from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
@@ -252,7 +252,7 @@ def optimizer(plan: RunPlan) -> list[str]:
 
 def experts(plan: RunPlan) -> list[str]:
     """Refuse what only a mixture of experts can do for a model without experts."""
-    config, options = plan.config, server_options(plan.config)
+    config, options = plan.config, plan.config.vllm_config.vllm_kwargs
     parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks or 1
     wanted = {
         "finetune.router_replay": config.finetune.router_replay,

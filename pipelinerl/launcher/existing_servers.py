@@ -11,7 +11,6 @@ import numpy as np
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import server_options
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.model_shape import find_longrope_limit
 from pipelinerl.records.answers import ANSWER_PATH, AnswerRequest
@@ -83,7 +82,7 @@ def compare(url: str, entry: Mapping[str, object], config: Config) -> list[str]:
         warnings.append(
             f"{url} serves {served}, and model_path is {wanted}, whose tokenizer this run uses: are they the same?"
         )
-    longest, context = entry.get("max_model_len"), server_options(config).get("max-model-len")
+    longest, context = entry.get("max_model_len"), config.vllm_config.vllm_kwargs.get("max-model-len")
     if not isinstance(longest, int) or not isinstance(context, int):
         return warnings
     limit = find_longrope_limit(wanted)

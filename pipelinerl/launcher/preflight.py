@@ -20,7 +20,7 @@ from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.environment import is_on
 from pipelinerl.config.rules.objective import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
-from pipelinerl.config.servers import max_model_len, option_of, scoring_models, server_options
+from pipelinerl.config.servers import max_model_len, option_of, scoring_models
 from pipelinerl.domains.judge_prompt import judge_messages
 from pipelinerl.errors import ConfigError, DatasetError, DomainError
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
@@ -264,7 +264,7 @@ def check_model(model_path: str, key: str = "model_path") -> None:
 def check_context(config: Config) -> None:
     """Refuse requests that are longer than what the policy, or a model that scores its answers, computes."""
     longest = max_model_len(config)
-    overrides = "hf-overrides" in map(option_of, server_options(config))
+    overrides = "hf-overrides" in map(option_of, config.vllm_config.vllm_kwargs)
     is_forced = is_on(os.environ, "VLLM_ALLOW_LONG_MAX_MODEL_LEN") or overrides
     for path in (config.model_path, *(model.path for model in scoring_models(config))):
         limit = find_context_limit(path)

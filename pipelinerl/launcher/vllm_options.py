@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pipelinerl.config.load import nearest_key
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import server_options
 from pipelinerl.config.versions import installed_version
 from pipelinerl.errors import ConfigError
 
@@ -34,7 +33,7 @@ def check_options(config: Config) -> None:
     Raises:
         ConfigError: with the nearest name.
     """
-    for name in server_options(config):
+    for name in config.vllm_config.vllm_kwargs:
         if (fault := fault_of(PREFIX + name)) is not None:
             raise ConfigError(fault)
     known = sampling_parameters()

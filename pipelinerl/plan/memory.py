@@ -15,7 +15,6 @@ from pipelinerl.config.servers import (
     max_model_len,
     sends_adapter,
     served_path,
-    server_options,
     side_models,
 )
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
@@ -300,7 +299,7 @@ def utilization(cfg: Config) -> float:
 
 
 def _vllm(cfg: Config, key: str, default: Any) -> Any:
-    value = server_options(cfg).get(key)
+    value = cfg.vllm_config.vllm_kwargs.get(key)
     return default if value is None else value
 
 

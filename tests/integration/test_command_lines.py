@@ -80,7 +80,7 @@ def shared_gpu_line() -> list[str]:
     shared = load.parse(load.compose("base_1gpu", overrides))
     node = Node(rank=0, hostname="127.0.0.1", devices=1)
     world = map_world(shared, Cluster(accelerator="cuda", nodes=(node,)), check=False)
-    kwargs = shared.vllm_config.vllm_kwargs | {"hf_overrides.rope_theta": 5.0}
+    kwargs = shared.vllm_config.vllm_kwargs | {"hf-overrides.rope_theta": 5.0}
     shared = shared.model_copy(update={"vllm_config": shared.vllm_config.model_copy(update={"vllm_kwargs": kwargs})})
     return list(vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30))
 

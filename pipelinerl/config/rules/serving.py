@@ -2,7 +2,6 @@
 
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import server_options
 from pipelinerl.errors import ConfigError
 
 
@@ -16,7 +15,7 @@ def server_variables_are_of_their_types(config: Config) -> str | None:
 
 
 def server_defaults_are_neutral(config: Config) -> str | None:
-    value = server_options(config).get("generation-config")
+    value = config.vllm_config.vllm_kwargs.get("generation-config")
     if value == "vllm":
         return None
     return (

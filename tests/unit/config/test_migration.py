@@ -93,7 +93,7 @@ def test_evaluation_that_never_happened_is_off(tmp_path: Path) -> None:
 def test_lengths_that_do_not_fit_are_made_to(tmp_path: Path) -> None:
     lengths = {"finetune": {"seq_length": 4000}, "llm": {"parameters": {"max_tokens": 500}}}
     config = config_of(migrate(experiment(**lengths, test_llm={"parameters": {"max_tokens": 500}})), tmp_path)
-    assert config.vllm_config.vllm_kwargs["max_model_len"] == 4000
+    assert config.vllm_config.vllm_kwargs["max-model-len"] == 4000
 
 
 def test_rewards_files_have_the_same_table(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ REFUSED = {
     "completion_fits_server": {"llm__parameters": {"max_tokens": 10000, "temperature": 1.0}},
     "max_tokens_given": {"test_llm__parameters": {"temperature": 1.0}},
     "sampling_is_undistorted": {"llm__parameters": {"max_tokens": 10, "temperature": 1.0, "top_p": 0.9}},
-    "server_defaults_are_neutral": {"vllm_config__vllm_kwargs": {"max_model_len": 10000}},
+    "server_defaults_are_neutral": {"vllm_config__vllm_kwargs": {"max-model-len": 10000}},
     "temperature_is_positive": {"llm__parameters": {"max_tokens": 8192, "temperature": 0.0}},
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
@@ -152,11 +152,6 @@ def test_interval_longer_than_the_run_is_refused_unless_it_is_the_default(base: 
     assert (
         rules.experiment.intervals_fit_the_run(changed(base, finetune__weight_update_interval=4, **short)) is not None
     )
-
-
-def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
-    kwargs = {"max-model-len": 20000, "generation-config": "vllm"}
-    assert rules.training.sequence_fits_trainer(changed(base, vllm_config__vllm_kwargs=kwargs)) is not None
 
 
 @pytest.mark.parametrize(

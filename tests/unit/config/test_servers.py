@@ -2,9 +2,10 @@
 
 import pytest
 
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.load import compose, parse, parse_container, to_container
+from pipelinerl.config.nested import with_settings
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, max_model_len, probe_tolerance, server_options
+from pipelinerl.config.servers import devices_per_server, max_model_len, probe_tolerance
 from pipelinerl.errors import ConfigError
 from tests.says import says
 
@@ -12,13 +13,12 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
 
 
 def config(**options: object) -> Config:
-    parsed = parse(compose("base", REQUIRED))
-    return parsed.model_copy(update={"vllm_config": parsed.vllm_config.model_copy(update={"vllm_kwargs": options})})
+    return parse_container(with_settings(to_container(compose("base", REQUIRED)), {"vllm_config.vllm_kwargs": options}))
 
 
 def test_server_options_have_dashes_and_no_negations() -> None:
     given = {"max_model_len": 5, "no-enable-prefix-caching": "", "no_async": True, "dtype": "half"}
-    assert server_options(config(**given)) == {
+    assert config(**given).vllm_config.vllm_kwargs == {
         "max-model-len": 5,
         "enable-prefix-caching": False,
         "async": False,
@@ -28,18 +28,19 @@ def test_server_options_have_dashes_and_no_negations() -> None:
 
 def test_part_of_an_option_keeps_its_name_behind_the_dot() -> None:
     parts = {"hf_overrides.rope_theta": 5.0, "compilation_config.pass_config.fuse_norm_quant+": "x"}
-    assert server_options(config(**parts)) == {
+    assert config(**parts).vllm_config.vllm_kwargs == {
         "hf-overrides.rope_theta": 5.0,
         "compilation-config.pass_config.fuse_norm_quant+": "x",
     }
     with pytest.raises(ConfigError, match=says("hf_overrides and hf-overrides.rope_theta", "set hf_overrides alone")):
-        server_options(config(**{"hf-overrides.rope_theta": 5.0, "hf_overrides": {"head_dtype": "float32"}}))
+        config(**{"hf-overrides.rope_theta": 5.0, "hf_overrides": {"head_dtype": "float32"}})
 
 
 def test_server_options_named_twice_must_agree() -> None:
-    assert server_options(config(**{"max_model_len": 5, "max-model-len": 5})) == {"max-model-len": 5}
+    agreeing = config(**{"max_model_len": 5, "max-model-len": 5})
+    assert agreeing.vllm_config.vllm_kwargs == {"max-model-len": 5}
     with pytest.raises(ConfigError, match=says("max_model_len=5", "max-model-len=6")):
-        server_options(config(**{"max_model_len": 5, "max-model-len": 6}))
+        config(**{"max_model_len": 5, "max-model-len": 6})
 
 
 @pytest.mark.parametrize(

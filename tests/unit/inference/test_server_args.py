@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.load import compose, parse, parse_container
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.args import averaging, vllm_arguments, vllm_environment
@@ -217,9 +217,9 @@ def test_users_kwargs_win_in_any_spelling() -> None:
 
 
 def with_options(**options: object) -> Config:
-    cfg = config()
-    given = cfg.vllm_config.vllm_kwargs | options
-    return cfg.model_copy(update={"vllm_config": cfg.vllm_config.model_copy(update={"vllm_kwargs": given})})
+    container = config().model_dump()
+    container["vllm_config"]["vllm_kwargs"] |= options
+    return parse_container(container)
 
 
 def test_overrides_of_parts_of_the_model_keep_the_float32_head() -> None:
