@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.nested import map_texts
+from pipelinerl.config.nested import map_texts, value_at, with_settings
 from pipelinerl.config.paths import EXAMPLES_DIR, RUN_CONFIG, RUN_ORIGIN
 
 DATA_ENDING = r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz)?|parquet|arrow)"
@@ -41,9 +41,9 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
     model = found.get("model_path")
     if isinstance(model, str):
         found["model_path"] = _absolute(model, base) if found.get("tiny_model") else _absolute_model(model, base)
-    for key in ("datasets", "test_datasets"):
-        if names := (found.get("sft") or {}).get(key):
-            found["sft"] = {**found["sft"], key: [_absolute_data(name, base) for name in names]}
+    for key in ("sft.datasets", "sft.test_datasets"):
+        if names := value_at(found, key):
+            found = with_settings(found, {key: [_absolute_data(name, base) for name in names]})
     if isinstance(found.get("reference_model_path"), str):
         found["reference_model_path"] = _absolute_model(found["reference_model_path"], base)
     if found.get("teachers"):
@@ -52,17 +52,14 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
         found["judges"] = [
             judge if judge.get("url") else _with_absolute_model(judge, base) for judge in found["judges"]
         ]
-    deepspeed = found.get("deepspeed_config")
-    if isinstance(deepspeed, str) and (base / deepspeed).is_file():
-        found["deepspeed_config"] = _absolute(deepspeed, base)
-    for section in ("llm", "test_llm"):
-        template = (found.get(section) or {}).get("chat_template")
-        if isinstance(template, str) and (base / template).is_file():
-            found[section] = {**found[section], "chat_template": _absolute(template, base)}
-    for section, key in (("debug", "streams_from"), ("weights", "store")):
-        value = (found.get(section) or {}).get(key)
+    for key in ("deepspeed_config", "llm.chat_template", "test_llm.chat_template"):
+        value = value_at(found, key)
+        if isinstance(value, str) and os.path.isfile(base / value):  # else it is a name
+            found = with_settings(found, {key: _absolute(value, base)})
+    for key in ("debug.streams_from", "weights.store"):
+        value = value_at(found, key)
         if isinstance(value, str) and "://" not in value:
-            found[section] = {**found[section], key: _absolute(value, base)}
+            found = with_settings(found, {key: _absolute(value, base)})
     return found
 
 

@@ -93,6 +93,14 @@ def test_paths_among_the_users_own_parameters_are_absolute_where_they_are_there(
     assert absolute({"weights": {"store": "s3://b/x"}}, tmp_path)["weights"]["store"] == "s3://b/x"
 
 
+def test_chat_template_is_a_file_if_it_is_there_and_a_text_stays(tmp_path: Path) -> None:
+    """A text of 300 characters is longer than the name of a file may be, which was a traceback."""
+    (tmp_path / "own.jinja").write_text("")
+    found = absolute({"llm": {"chat_template": "own.jinja"}, "test_llm": {"chat_template": "{{ x }}" * 50}}, tmp_path)
+    assert found["llm"]["chat_template"] == str(tmp_path / "own.jinja")
+    assert found["test_llm"]["chat_template"] == "{{ x }}" * 50
+
+
 def test_paths_within_a_moved_folder_follow_it_and_others_stay() -> None:
     saved = {"output_dir": "/a/run", "model_path": "/a/run/model", "x": ["/a/run", "/a/runs/1", "/b"], "n": 1}
     expected = {"output_dir": "/c/d", "model_path": "/c/d/model", "x": ["/c/d", "/a/runs/1", "/b"], "n": 1}
