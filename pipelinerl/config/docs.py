@@ -127,9 +127,8 @@ def renamed_keys() -> str:
         for title, rows in GROUPS.items()
     ]
     own, needless = (", ".join(f"`{name}`" for name in sorted(names)) for names in (OF_DOMAINS, NEEDLESS))
-    return "\n\n".join(
-        [*tables, f"### Of domains: stay, named by `extra_keys`\n\n{own}", f"### Not needed\n\n{needless}"]
-    )
+    stay = f"### Keys of domains\n\nThey stay where they are, and `extra_keys` names them: {own}"
+    return "\n\n".join([*tables, stay, f"### Not needed\n\n{needless}"])
 
 
 def renamed_row(row: Rename) -> str:

@@ -171,13 +171,13 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
 
 def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
     """Return the pinned host memory of a trainer node while a checkpoint is written, with the exported model."""
-    version = shape.parameters * _element(cfg)
+    version = shape.parameters * _sent_element(cfg)
     return snapshot_bytes(cfg, shape, nodes) + (12 * shape.parameters + version) // nodes
 
 
 def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
     """Return what a trainer node's ranks hold for servers: two versions. A pull or a delta needs the older one."""
-    return 2 * sent_parameters(cfg, shape) * _element(cfg) // nodes
+    return 2 * version_bytes(cfg, shape) // nodes
 
 
 def sent_parameters(cfg: Config, shape: ModelShape) -> int:
@@ -186,8 +186,13 @@ def sent_parameters(cfg: Config, shape: ModelShape) -> int:
 
 
 def version_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of one weight version as it is sent: in `finetune.dtype`."""
-    return sent_parameters(cfg, shape) * (4 if cfg.finetune.dtype == "float32" else 2)
+    """Bytes of one weight version as it is sent."""
+    return sent_parameters(cfg, shape) * _sent_element(cfg)
+
+
+def _sent_element(cfg: Config) -> int:
+    """Bytes of one parameter that the trainer sends or exports, in its own dtype."""
+    return 4 if cfg.finetune.dtype == "float32" else 2
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
@@ -325,9 +330,7 @@ def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
 
     A loader that computes instead of copying needs whole tensors, which this estimate leaves out.
     """
-    if sends_adapter(cfg):
-        return sent_parameters(cfg, shape) * _element(cfg)
-    return _server_weights(cfg, shape, ranks) * _element(cfg)
+    return version_bytes(cfg, shape) if sends_adapter(cfg) else _server_weights(cfg, shape, ranks) * _sent_element(cfg)
 
 
 def average_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:

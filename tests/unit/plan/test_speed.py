@@ -7,7 +7,7 @@ from rich.console import Console
 
 from pipelinerl.config import load
 from pipelinerl.plan import ceiling
-from pipelinerl.plan.memory import staged_bytes, version_bytes
+from pipelinerl.plan.memory import snapshot_bytes, staged_bytes, version_bytes
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.speed import (
     GPUS,
@@ -106,6 +106,12 @@ def test_the_pause_is_the_copy_of_what_a_server_stages() -> None:
     assert predicted_pause_s(make_config(), SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / 50e9)
     assert predicted_pause_s(near, SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / (0.39 * 3.35e12))
     assert checkpoint_tensors(SHAPE) == 339
+
+
+def test_float32_trainer_sends_and_servers_stage_four_bytes_of_a_parameter() -> None:
+    cfg = make_config("finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=bfloat16")
+    assert version_bytes(cfg, SHAPE) == staged_bytes(cfg, SHAPE, 1) == 4 * PARAMETERS
+    assert snapshot_bytes(cfg, SHAPE, 2) == 2 * 4 * PARAMETERS // 2  # two versions on two nodes
 
 
 def test_an_adapter_is_a_fiftieth_of_an_update_at_most_and_pauses_for_its_tensors() -> None:
