@@ -51,10 +51,8 @@ def describe_failure(error: BaseException, function: str, problem: dict) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         if frames:
             place = f" at {frames[-1].filename}:{frames[-1].lineno}"
-    said = shorten(redacted(str(error)), MAX_ERROR_CHARS)
-    return (
-        f"{function} raised {type(error).__name__}: {said}{place}; problem: {shorten(repr(problem), MAX_PROBLEM_CHARS)}"
-    )
+    text, given = shorten(redacted(str(error)), MAX_ERROR_CHARS), shorten(repr(problem), MAX_PROBLEM_CHARS)
+    return f"{function} raised {type(error).__name__}: {text}{place}; problem: {given}"
 
 
 def shorten(text: str, limit: int) -> str:

@@ -40,7 +40,7 @@ class Growth:
     moved: float = field(default_factory=time.monotonic)
     """When it was sent, or last grew. A request that waits for its turn moves while its server samples others."""
     grew: float | None = None
-    """When the server last said that it had moved."""
+    """When a report of the server last showed that it had moved."""
 
     def is_growing(self, now: float) -> bool:
         return self.grew is not None and now - self.grew < GROWING_S

@@ -93,8 +93,8 @@ class LoopWatchdog:
         self._domain_of, self._run_delay_s = domain_of, run_delay_s or read_run_delay_s
         self.blocked: dict[str, Blocked] = {}
         """Domain → its pauses that were long."""
-        self._unsaid: defaultdict[str, list[float]] = defaultdict(list)
-        self._said: dict[str, float] = {}
+        self._unlogged: defaultdict[str, list[float]] = defaultdict(list)
+        self._logged_at: dict[str, float] = {}
         self._seen: Counter[LoopStack] = Counter()
         self._late_s = 0.0
         self._ended = threading.Event()
@@ -184,11 +184,11 @@ class LoopWatchdog:
         domain = seen.domain
         before = self.blocked.get(domain)
         self.blocked[domain] = Blocked(seconds=seconds + (before.seconds if before else 0.0), where=seen.where)
-        self._unsaid[domain].append(seconds)
-        if now - self._said.get(domain, -LOG_EVERY_S) < LOG_EVERY_S:
+        self._unlogged[domain].append(seconds)
+        if now - self._logged_at.get(domain, -LOG_EVERY_S) < LOG_EVERY_S:
             return
-        self._said[domain] = now
-        pauses = self._unsaid.pop(domain)
+        self._logged_at[domain] = now
+        pauses = self._unlogged.pop(domain)
         log.warning(
             "event=loop_blocked domain=%s times=%d seconds=%.1f last_s=%.1f at=%s note=all rollouts of this worker "
             "stood still meanwhile: run the blocking call in a thread, `await asyncio.to_thread(function, ...)`, or "

@@ -50,7 +50,7 @@ class WorkTable:
     """The actor's work at its workers. Used by one thread.
 
     Args:
-        rollouts_per_server: of a server that does not say how many it takes.
+        rollouts_per_server: for a server whose lease has no number.
     """
 
     def __init__(self, workers: RolloutWorkers, rollouts_per_server: int):

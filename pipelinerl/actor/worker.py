@@ -165,7 +165,7 @@ async def _follow(
     send: Callable[[FromWorker], Coroutine[Any, Any, None]],
 ) -> None:
     """Follows the answers under way and reports what was sampled, once a second. Ends when it is cancelled."""
-    told = None
+    sent = None
     while True:
         await asyncio.sleep(FOLLOW_S)
         await client.follow()
@@ -175,6 +175,6 @@ async def _follow(
             ended=executor.ended,
             blocked=dict(watchdog.blocked),
         )
-        if sampling != told:
+        if sampling != sent:
             await send(sampling)
-            told = sampling
+            sent = sampling

@@ -135,8 +135,8 @@ def checked_variables(env: Mapping[str, str]) -> dict[str, str]:
     given = {name: kind for name, (kind, _) in VARIABLES.items() if env.get(name)}
     wrong = [name for name, kind in given.items() if not re.fullmatch(kind.pattern, env[name], re.IGNORECASE)]
     if wrong:
-        told = "; ".join(f"{name}={env[name]!r}: it may be {given[name].allowed}" for name in wrong)
-        raise ConfigError(f"environment variable {told}")
+        faults = "; ".join(f"{name}={env[name]!r}: it may be {given[name].allowed}" for name in wrong)
+        raise ConfigError(f"environment variable {faults}")
     return {name: str(int(env[name].lower() in TRUE)) for name, kind in given.items() if kind is BOOLEAN}
 
 

@@ -8,7 +8,7 @@ from pipelinerl.config.sections import Config, Section
 from pipelinerl.config.variables import without_secrets
 
 OF_ONE_LAUNCH = {"force_restart": False, "resume": "streams"}
-"""Keys that say what a launch does to the folder's run, each with its value where the run just goes on."""
+"""Keys about one launch, with the values with which it continues the folder's run."""
 
 
 def asked_once(config: Config) -> list[str]:

@@ -113,7 +113,7 @@ FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 
 
 def first_capacity(config: Config) -> int:
-    """Rollouts at a time that a server takes before it has said by its lease how many."""
+    """Rollouts at a time that a server takes until its lease has a number."""
     wanted = config.actor.llm_max_rollouts
     return FIRST_ROLLOUTS if wanted == "auto" else wanted
 

@@ -1,8 +1,8 @@
 """A whole `conf/` folder of PipelineRL: every experiment in it, composed as PipelineRL's Hydra composes it.
 
-With PipelineRL's own `base.yaml` in the folder, and whatever the user changed in it and in the groups beside it, each
-experiment becomes one file that stands alone: the composed values that differ from ours. Without it, the files are
-migrated one by one, and what they derive from stays between them.
+With PipelineRL's `base.yaml` in the folder, which the user may have changed, each experiment becomes one file that
+stands alone: its composed values that differ from ours. Without it the files are migrated one by one, and derive from
+each other as before.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ IS_TAKEN = "another file has the name that it would get"
 
 @dataclass
 class MigratedFolder:
-    """What became of a folder."""
+    """The experiments of a folder, and what could not be migrated."""
 
     experiments: dict[str, Migration]
     """By the name of the new file, without suffix."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Files that are no experiments, with the reason."""
+    """File that is no experiment → reason."""
     missing: list[str] = field(default_factory=list)
-    """What `base.yaml` holds that has no equivalent. The experiments do not repeat it."""
+    """Lines about keys of `base.yaml` without an equivalent, which the experiments do not repeat."""
 
 
 def migrate_folder(folder: Path) -> MigratedFolder:
@@ -86,7 +86,7 @@ def migrate_file(path: Path) -> Migration:
 
 
 def _global_files(folder: Path) -> Iterator[Path]:
-    """Experiments in folders below: they say that their keys are at the top."""
+    """Experiments in folders below, which have `@package _global_` at their top."""
     for path in sorted(folder.glob("*/*.yaml")):
         if GLOBAL.search(path.read_text(errors="replace", encoding="utf-8")[:200]):
             yield path

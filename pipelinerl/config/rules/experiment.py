@@ -21,7 +21,7 @@ CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "ma
 
 
 def domains_are_told_apart(config: Config) -> str | None:
-    """Refuses names of domains that are equal, or that metrics and groups could not be told apart by."""
+    """Refuses names of domains with which two metrics or groups would have one name."""
     names = [domain.name for domain in config.domains or ()]
     for name in names:
         entry = f"`domains` entry {name!r}"
