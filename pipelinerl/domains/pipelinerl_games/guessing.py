@@ -17,6 +17,7 @@ from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_NUMBER, MAX_TURNS, FACTOR = 1024, 13, 191
+"""The rules of PipelineRL's game. The factor shuffles the numbers, modulo `MAX_NUMBER`."""
 # The next four texts are quoted from ServiceNow/PipelineRL, Copyright 2024 ServiceNow, Inc., Apache License 2.0.
 SYSTEM = "You are a helpful assistant"
 QUESTION = (
