@@ -42,6 +42,16 @@ def with_placeholder(folder: Path) -> ChatRenderer:
     return ChatRenderer(tokenizer_with_images(folder))
 
 
+def test_newest_prompts_of_32_mebibytes_are_kept(tmp_path: Path) -> None:
+    """An image counts twice: in the prompt, and in the key under which it is kept."""
+    renderer = with_placeholder(tmp_path)
+    images = [bytes([number]) * (7 * 2**20) for number in range(3)]
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in images]
+    rendered = [renderer.render(messages, None, {}) for messages in asked]
+    assert renderer.render(asked[1], None, {}) is rendered[1]
+    assert renderer.render(asked[0], None, {}) is not rendered[0]
+
+
 def test_images_are_found_with_the_tokens_that_stand_for_them(tmp_path: Path) -> None:
     renderer = with_placeholder(tmp_path)
     content = [IMAGE, {"type": "text", "text": "ab"}, OTHER]

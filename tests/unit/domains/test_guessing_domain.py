@@ -76,6 +76,10 @@ def test_small_games_test_on_every_number():
     assert {problem["max_turns"] for problem in problems} == {3}
 
 
+def test_game_of_up_to_64_numbers_holds_none_out():
+    assert [len(load_problems(["train"], max_number=size)) for size in (64, 65)] == [64, 49]
+
+
 def test_unknown_dataset_is_named():
     with pytest.raises(DomainError, match="'dev'"):
         load_problems(["dev"])
