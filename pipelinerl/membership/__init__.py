@@ -1,6 +1,6 @@
-"""Which roles take part in a run, and where: each role renews a lease, and all others see which leases are held.
+"""Which roles take part in a run, and where: each role renews a lease, which all others can read.
 
 `lease` has the record and the pure decisions, `stores` hold the leases, `registration` renews a role's own, `watch`
-follows those of others, `address` and `joining` let a role start alone. A lease says that a role is alive and where it
-listens. Only the trainer's messages say which server holds which weights.
+follows the others', `address` and `joining` let a role start alone. Which server holds which weights is in the
+trainer's messages alone.
 """

@@ -3,8 +3,8 @@
     results/guessing                           a folder that the role shares with the launcher
     redis://10.0.0.1:15000/guessing-0a1b2c     the run's redis server and the run's name on it (rediss:// with TLS)
 
-A role that starts with a redis address copies configuration and world from there into a new folder. This folder is a
-run folder like any other, but its streams and leases are on the server. The password comes from the environment.
+A role that starts with a redis address copies configuration and world from there into a run folder of its own, whose
+streams and leases are on the server. The password comes from the environment.
 """
 
 import logging
@@ -27,7 +27,7 @@ from pipelinerl.world.tls import redis_options
 log = logging.getLogger(__name__)
 
 WAIT_S = 600.0
-"""Seconds that a role which starts alone waits until the launcher has published the run."""
+"""A role that starts alone waits this long for the launcher: platforms may start it minutes before."""
 POLL_S = 0.5
 DOCUMENTS: Mapping[str, Path] = {"config": Path(RUN_CONFIG), "world": WORLD_FILE}
 
@@ -47,7 +47,7 @@ class RedisAddress:
 
 
 def parse_address(text: str) -> Path | RedisAddress:
-    """Parse a run's address as a user writes it.
+    """Parse a run's address.
 
     Raises:
         ConfigError: it is neither a folder's name nor `redis://HOST:PORT/RUN`.
@@ -69,7 +69,7 @@ def parse_address(text: str) -> Path | RedisAddress:
 
 
 def address_of(cfg: Config, run_dir: Path, world: WorldMap | None = None) -> Path | RedisAddress:
-    """Return the address of the leases of the run in this folder. They are in the same place as its streams.
+    """Return the address of a run's leases, which are in the same place as its streams.
 
     Args:
         world: the map, if it is not in the run folder yet.
@@ -101,7 +101,7 @@ def publish_run(address: RedisAddress, run_dir: Path) -> None:
 
 
 def refused_by(error: StoreRefusedError) -> ConfigError:
-    """The refusal of a process that does not know the run's secret, which waiting cannot mend."""
+    """The refusal of a process without the run's secret, for which waiting does not help."""
     return ConfigError(f"{error}: set {SECRET_VARIABLE} (or {REDIS_PASSWORD_VARIABLE}) to that of the run")
 
 
@@ -109,8 +109,8 @@ def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Pa
     """Wait until the run is published at this address, copy it into the folder, and return the folder.
 
     Raises:
-        ConfigError: the folder belongs to another run, or the server refuses this process's password.
-        DeadlineError: within `wait_s` the server did not answer, or the run was not published.
+        ConfigError: the folder belongs to another run, or the server refuses the password.
+        DeadlineError: the server did not answer within `wait_s`, or the run was not published.
     """
     mark = folder / RUN_ADDRESS
     if (folder / RUN_CONFIG).exists() and (

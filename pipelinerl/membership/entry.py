@@ -26,7 +26,7 @@ from pipelinerl.world.tls import adopt
 log = logging.getLogger(__name__)
 
 WITHOUT_LEASE = ("redis",)
-"""Kinds without a lease, because other roles find them through the run's address."""
+"""Kinds that other roles find through the run's address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class Entry:
     store: LeaseStore
     incarnation: str
     is_claimed: bool
-    """Whether the role chose its name by writing the lease of it."""
+    """Whether the role chose its name by writing its lease."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A role's own lease and its view of the others'."""
+    """A role's own lease, and its view of the others'."""
 
     watch: MembershipWatch
     registration: Registration | None
@@ -58,7 +58,7 @@ class Membership:
 
     @property
     def is_asked_to_leave(self) -> bool:
-        """Whether this role should finish its work in progress and leave the run."""
+        """Whether this role should finish its work and leave the run."""
         return self.registration is not None and self.registration.is_asked_to_leave
 
     def close(self) -> None:
@@ -73,8 +73,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
     Args:
         run: the run's address. None = the folder ``run_dir``.
         run_dir: the role's own folder, if the address is on redis.
-        name: a job of the world, or a kind that may join, with or without a number. Without one it gets a free number.
-        place: where the role runs.
+        name: a job of the world, or a kind that may join, which gets a free number if it has none.
 
     Raises:
         ConfigError: there is no address, or the folder belongs to another run.
@@ -104,11 +103,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
 
 
 def part_name(name: str) -> str:
-    """Return the kind of a part of this server, because parts have names of their own.
-
-    Raises:
-        ConfigError: only servers have parts.
-    """
+    """Return the kind of a part of this server. Raises ``ConfigError`` if it is no server."""
     kind, _ = split_name(name)
     if kind not in PARTS:
         raise ConfigError(f"--job {name} cannot be on several nodes: only {' and '.join(PARTS)} can")
@@ -130,12 +125,7 @@ def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, limi
 
 
 def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], None]) -> Membership:
-    """Begin to renew the role's lease and to watch those of the others.
-
-    Args:
-        life: its value changes as long as the role is alive.
-        on_taken: called when another process takes the role's name.
-    """
+    """Begin to renew the role's lease and to watch the others'. The arguments are ``Registration``'s."""
     registration = None
     if entry.job.kind not in WITHOUT_LEASE and own_rank(entry.job.name) == 0:
         registration = Registration(
@@ -145,7 +135,7 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
 
 
 def first_lease(entry: Entry) -> Lease:
-    """Return the first lease of a role. Servers and their parts start as `starting`, all other roles as `ready`."""
+    """Return the first lease of a role: `starting` for servers and their parts, else `ready`."""
     job, is_server = entry.job, entry.job.kind in SERVER_KINDS
     return Lease(
         name=job.name,

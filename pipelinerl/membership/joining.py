@@ -20,13 +20,13 @@ from pipelinerl.world.network import find_port_block
 from pipelinerl.world.placement import PARTS
 
 JOINING = ("actor_llm", "preprocessor_llm", "verifier", *PARTS.values())
-"""Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
-exactly `world.replicas`. Trainer ranks cannot, because they must all start together."""
+"""Kinds that may join a run. Actors and preprocessors divide their work among exactly `world.replicas`, and trainer
+ranks must all start together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Where a role that starts alone runs. None = derive it from the world and this machine."""
+    """The place of a role that starts alone. None = as the world or this machine has it."""
 
     hostname: str | None = None
     port: int | None = None
@@ -37,11 +37,11 @@ class Whereabouts:
 
 
 def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: str) -> Job:
-    """Return the job to run under this name.
+    """Return the job of this name.
 
     Args:
         name: a job of the world, or a kind that may join with its own number.
-        place: overrides the host, port and replica of the job.
+        place: overrides host, port and replica.
         reach: this machine's address for other roles, if ``place`` has none.
 
     Raises:
@@ -87,10 +87,10 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
 
 
 def read_span(nodes: int, node: int, meet: str | None) -> Span | None:
-    """Return the part of a server that a command line names. None: the role is on one node.
+    """Return the part of a server on several nodes. None: the role is on one.
 
     Raises:
-        ConfigError: there is no address where the nodes meet, or no such node.
+        ConfigError: the address is missing, or there is no such node.
     """
     if nodes == 1 and node == 0 and meet is None:
         return None
@@ -121,7 +121,7 @@ def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, 
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the network that leads to the peer."""
+    """Return this machine's address on the network to the peer."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as outward:
         outward.connect(address)
@@ -129,7 +129,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def reach_of(world: WorldMap, peers: Sequence[tuple[str, int]]) -> str:
-    """Return the address at which other roles reach this machine.
+    """Return this machine's address for other roles.
 
     It is loopback if the run stays on this machine, else the address towards the first (host, port) of `peers`, else
     the host name.

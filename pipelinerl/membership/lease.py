@@ -1,8 +1,7 @@
-"""The lease of a role, and what an observer may conclude from the leases that it has seen. Pure.
+"""The lease of a role, and the conclusions of an observer of leases. Pure.
 
-Clocks of different machines are never compared. A lease has a number that rises with each renewal. An observer measures
-with its own clock for how long the number has not changed. The time between two looks counts as at most `MAX_STEP_S`,
-so that no lease runs out while the store is away or the observer is frozen.
+Clocks of different machines are never compared: an observer measures with its own for how long a lease's number has not
+changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +16,10 @@ from pipelinerl.world import Job
 PROTOCOL = 2
 """Version of the HTTP protocol between roles. A role with another version is not used."""
 MAX_STEP_S = 2.0
-"""Four looks: no more silence is counted at once than an observer may miss on a loaded machine."""
+"""Largest silence that counts between two looks, so that no lease runs out while the store is away or the observer is
+frozen. Four looks may be late on a loaded machine."""
 FORGET_AFTER = 10
-"""A lease that was not renewed for this many times its length is deleted. Until then people see who is gone."""
+"""A lease is deleted after this many times its length without a renewal. Until then `status` shows its role as gone."""
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]+(_[a-z]+)*_[0-9]+$", max_length=64)]
 State = Literal["starting", "ready", "draining"]
@@ -27,7 +27,7 @@ EndKind = Literal["done", "stopped", "failed"]
 
 
 class LauncherNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher of a node tells the launchers of the others in its lease."""
+    """A launcher's message to the launchers of the other nodes, in its lease."""
 
     digest: str
     """Digest of configuration and world, which must be the same on all nodes."""
@@ -40,9 +40,9 @@ class LauncherNote(msgspec.Struct, frozen=True, kw_only=True):
     old_streams: bool = False
     """Leader: whether an external redis has records of an earlier launch, so that actors and trainers need theirs."""
     marker: str = ""
-    """Leader: name of a file in the run folder, by which a node finds out whether it shares the folder."""
+    """Leader: name of a file in the run folder, which a node sees if it shares the folder."""
     actors_done: tuple[str, ...] = ()
-    """Jobs of this node whose end is awaited and that have ended."""
+    """Awaited jobs of this node that have ended."""
     ending: EndKind | None = None
     """How this launcher ends. None = its node takes part in the run."""
     reason: str = ""
@@ -54,7 +54,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
     """The job's name, e.g. `actor_llm_3`."""
     incarnation: str
-    """Random identity of one process. A role that starts again has another."""
+    """Random identity of one process."""
     sequence: Annotated[int, Meta(ge=0)] = 0
     """Rises with each renewal."""
     ttl_s: Annotated[float, Meta(gt=0)]
@@ -68,7 +68,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Annotated[int, Meta(ge=0)] = 0
     """Servers: number of rollouts at the same time."""
     version: str = ""
-    """Servers: the weight version that the server reports. It is only displayed: the trainer's messages decide."""
+    """Servers: the weight version that the server reports, only for display: the trainer's messages decide."""
     fetched: tuple[str, str] = ("", "")
     """Servers with `weights.backend=store`: `WeightInfo.serving` and `WeightInfo.reading`, for the trainer."""
     protocol: int = PROTOCOL
@@ -99,20 +99,20 @@ class LiveServer(NamedTuple):
     is_draining: bool = False
     """It takes no new request."""
     capacity: int | None = None
-    """Rollouts at a time that it takes, by its lease. None = it has not said."""
+    """Rollouts at a time that it takes, by its lease. None = not in its lease."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """A lease and the time on the observer's clock at which it last changed."""
+    """A lease, and the observer's time of its last change."""
 
     lease: Lease
     changed_s: float
     is_renewed: bool = False
-    """Whether its holder was seen to renew it, so that it is not left by a crash."""
+    """Whether a renewal was seen, so that a crashed process did not leave it."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one observer knows about the leases."""
+    """One observer's knowledge about the leases."""
 
     clock_s: float = 0.0
     """The observer's own clock: the sum of the times between its looks."""
@@ -121,7 +121,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     sightings: dict[str, Sighting] = {}
     """The leases in the store at the last look."""
     known: frozenset[str] = frozenset()
-    """All names that were ever seen."""
+    """All names that it ever saw."""
 
     def silent_s(self, name: str) -> float:
         """Seconds since the lease was last seen to change."""
@@ -136,7 +136,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def forgotten(self) -> list[Lease]:
-        """Leases that ran out so long ago that they may be deleted."""
+        """Leases to delete (`FORGET_AFTER`)."""
         return [
             sighting.lease
             for name, sighting in self.sightings.items()
@@ -145,13 +145,11 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observe(before: Observed, leases: Mapping[str, Lease], now: float) -> Observed:
-    """Return what the observer knows after a look at the store.
+    """Return the observer's knowledge after a look at the store.
 
-    A lease that was not there at the last look counts as renewed, so that a new observer gives every lease its whole
-    length.
+    A lease that was not there at the last look gets its whole length.
 
     Args:
-        before: what the observer knew before.
         leases: the leases in the store, by name.
         now: `time.monotonic` of the look.
     """
@@ -170,7 +168,7 @@ def observe(before: Observed, leases: Mapping[str, Lease], now: float) -> Observ
 
 
 def count_parts(observed: Observed, address: str) -> int:
-    """Return how many nodes of a server are ready besides its first. They meet at this address (``Span.address``)."""
+    """Return the number of a server's nodes that are ready besides its first. ``address``: ``Span.address``."""
     leases = observed.alive().values()
     return sum(lease.url == address and lease.kind.endswith("_part") and lease.state == "ready" for lease in leases)
 
@@ -178,11 +176,10 @@ def count_parts(observed: Observed, address: str) -> int:
 def servers_now(initial: Iterable[Job], observed: Observed, kind: str) -> dict[str, LiveServer]:
     """Return the run's servers of one kind and their present addresses, by name.
 
-    A server that the launcher placed counts until its first lease is seen, because servers take minutes to start.
-    Afterwards, and for any other server, it counts while its lease is held and its state is not `starting`.
+    A server counts while its lease is held and its state is not `starting`.
 
     Args:
-        initial: the jobs that the launcher placed.
+        initial: servers that the launcher placed count until their first lease, since they take minutes to start.
     """
     servers = {job.name: LiveServer(job) for job in initial if job.kind == kind and job.name not in observed.known}
     for name, lease in observed.alive().items():

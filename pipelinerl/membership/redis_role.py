@@ -1,8 +1,7 @@
 """The redis server of a run as a role: ``python -m pipelinerl.membership.redis_role --run-dir R --job redis_0``.
 
-Starts redis-server, watches that it answers, syncs its log when a stream's reader or writer asks, and stops it. The
-role fails when the server ends. The server's answers are the role's heartbeat, so a frozen server is a frozen role. The
-supervisor restarts both.
+Starts redis-server, syncs its log at the request of a stream's reader or writer, and stops it. The role fails when the
+server ends. The server's answers are the role's heartbeat, so a frozen server is a frozen role, which is restarted.
 """
 
 import contextlib
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     import redis
 
 _REPLY_KEPT_S = 120
-"""A reply that nobody fetched, because its reader or writer has ended, is deleted after this."""
+"""A reply to a reader or writer that has ended is deleted after this time."""
 _WAIT_S = 0.25
-"""Longest wait for a request to sync, and between two looks at a server that does not answer."""
+"""Longest wait for a request to sync, and between two looks at a server that does not answer: the role's beat."""
 
 
 def run_redis(context: RoleContext) -> None:
-    """Keeps the server running until the role is told to stop; raises ``StreamError`` when the server fails."""
+    """Keeps the server running until the role is stopped. Raises ``StreamError`` when the server fails."""
     cfg, job = context.cfg, context.job
     assert job.port is not None, "the world gives redis a port"
     data_dir = context.run_dir / job.name / "data"
@@ -53,7 +52,7 @@ def run_redis(context: RoleContext) -> None:
 
 
 def _watch(context: RoleContext, process: "subprocess.Popen[bytes]", client: "redis.Redis", data_dir: Path) -> None:
-    """Syncs on request and fails when the server ends. Every answer of the server is a heartbeat."""
+    """Syncs on request. Raises ``StreamError`` when the server ends or refuses."""
     from redis.exceptions import RedisError, ResponseError
 
     while not context.stop.is_set():
@@ -76,7 +75,7 @@ def _watch(context: RoleContext, process: "subprocess.Popen[bytes]", client: "re
 
 
 def answer_syncs(client: "redis.Redis", data_dir: Path) -> None:
-    """Takes the requests that come within ``_WAIT_S``, and answers them when all that was acknowledged is synced."""
+    """Takes the requests that come within ``_WAIT_S``, and answers them when all acknowledged writes are synced."""
     from pipelinerl.streams.redis_connection import SYNC_REQUESTS
 
     request = client.brpop([SYNC_REQUESTS], timeout=_WAIT_S)

@@ -1,8 +1,7 @@
 """A role's own lease, renewed by a thread while the role shows that it is alive.
 
 Consumes: the role's sign of life. Produces: at least four renewals per length of the lease. Waits for: nothing. While
-the store is away it tries again, because no lease runs out for observers that cannot read the store either. Ends: at
-``close``, which deletes the lease unless others shall read it.
+the store is away it tries again: observers cannot read it either. Ends: at ``close``.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 2.0
-"""As an observer counts silence (`lease.MAX_STEP_S`), and a request to leave is seen as soon."""
+"""Also the longest wait until a role reads a request to leave."""
 RENEWALS_PER_LEASE = 4
-"""Three renewals in a row may come too late before a lease runs out."""
+"""Three renewals in a row may be late before a lease runs out."""
 
 
 def pause_s(ttl_s: float) -> float:
@@ -35,8 +34,8 @@ class Registration:
 
     Args:
         lease: the first lease.
-        life: its value changes as long as the role is alive. The lease of a role with a frozen engine is not renewed.
-        on_taken: called once, from the thread, when another process has taken over the name.
+        life: returns a value that changes as long as the role, such as its engine, is alive.
+        on_taken: called once, from the thread, when another process has taken the name.
         is_claimed: the name was already claimed with ``lease.incarnation``.
     """
 
@@ -63,7 +62,7 @@ class Registration:
 
     @property
     def lease(self) -> Lease:
-        """The current lease, whose last change may not be written yet."""
+        """The current lease. Its last change may not be written yet."""
         return self._lease
 
     @property
@@ -72,7 +71,7 @@ class Registration:
         return self._asked.is_set()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the lease. The thread renews it at once, so that others see the change."""
+        """Change fields of the lease. The thread writes it at once."""
         with self._lock:
             changed = msgspec.structs.replace(self._lease, **changes)
             if changed != self._lease:
@@ -81,14 +80,11 @@ class Registration:
                 self._changed.set()
 
     def wait_until_written(self, timeout_s: float) -> bool:
-        """Wait until the last change is in the store. Returns False if it was not after ``timeout_s``."""
+        """Wait until the last change is in the store. Returns False after ``timeout_s``."""
         return self._written.wait(timeout_s)
 
     def close(self, *, removes: bool = True) -> None:
-        """Stop the thread and delete the lease if the store answers, so that others need not wait until it runs out.
-
-        ``removes=False`` leaves the lease, for others to read how this process ended.
-        """
+        """Stop the thread and delete the lease. ``removes=False`` leaves it, so that others read its ending."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,8 +1,8 @@
 """The common entry of every role: `python -m pipelinerl.<folder> --run ADDRESS --job J`.
 
-Reads the run folder, or makes one from the run's redis address. Sets up log, heartbeat, streams and lease, runs the
-role, and turns its end into an exit code: 0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on an
-error that a restart cannot repair, 3 when it was asked to leave the run. The last log line says why.
+Reads the run folder, or makes one from the run's redis address. Sets up log, heartbeat, streams and lease, and runs the
+role. Exit codes: 0 it returned (done, or SIGTERM), 1 an error, 2 an error that a restart cannot repair, 3 it left the
+run on request, 4 the disk is full. The last log line has the reason.
 """
 
 import argparse
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_LEFT = 3
 EXIT_DISK_FULL = 4
-"""The role could not write because there is no space left. It can go on as soon as there is."""
+"""The role could not write for lack of space, and can go on as soon as there is some."""
 MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
 """Errors that a restart cannot repair. The role ends with `EXIT_REFUSED` and the supervisor stops the run."""
@@ -59,7 +59,7 @@ CORRUPT_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleContext:
-    """What every role's main function gets. SIGTERM and SIGINT set `stop`: the role must then end and return."""
+    """The argument of every role's main function. SIGTERM and SIGINT set `stop`: the role must then return."""
 
     run_dir: Path
     job: "Job"
@@ -78,10 +78,7 @@ class RoleContext:
         return PlacedJobs(self.world.jobs) if self.membership is None else self.membership.watch
 
     def wait_for_model(self) -> None:
-        """Return when `model_path` can be read, because a tiny model is built while the roles start.
-
-        Call it after the role's imports. The wait has no deadline, because a builder that fails ends the run.
-        """
+        """Wait until a tiny model is built. Call it after the role's imports. A builder that fails ends the run."""
         built = Path(self.cfg.model_path) / "config.json"
         if self.cfg.tiny_model is None or built.is_file():
             return
@@ -92,7 +89,7 @@ class RoleContext:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Turn the garbage collector off during a role's large imports, where it takes a tenth of the time for nothing."""
+    """Turn the garbage collector off during large imports, where it would take a tenth of the time."""
     gc.disable()
     try:
         yield
@@ -140,11 +137,9 @@ def role_parser() -> argparse.ArgumentParser:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process: its exit handlers run, but the interpreter is not taken apart.
-
-    A thread of Gloo may let go of a tensor some time after the collective was waited for. If Python is being finalized
-    by then, the process aborts (pytorch pull request 179291), and a rank that did all its work counts as crashed.
-    """
+    """End the process: its exit handlers run, but the interpreter is not finalized."""
+    # A thread of Gloo may release a tensor after the collective, and the process aborts if Python is being finalized
+    # then (pytorch pull request 179291).
     atexit._run_exitfuncs()  # noqa: SLF001 — os._exit runs no handlers
     sys.stdout.flush()
     sys.stderr.flush()
@@ -214,7 +209,7 @@ def _code_of(error: Exception) -> int:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether a file system without space left is the cause of this error."""
+    """Whether a full file system is the cause of this error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

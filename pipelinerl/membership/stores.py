@@ -26,7 +26,7 @@ from pipelinerl.world.disk import replace_file
 
 FOLDER = "members"
 TIMEOUT_S = 5.0
-"""Of one answer of redis. A lease is renewed at least four times before it runs out."""
+"""Longest wait for an answer of redis. A lease (`launcher.lease_ttl_s`, 30 s) outlives several that do not come."""
 
 # KEYS: members; ARGV: name, incarnation, lease. Replaces the lease unless another incarnation has the name.
 _RENEW = """
@@ -52,7 +52,7 @@ class StoreAwayError(PipelineRLError):
 
 
 class StoreRefusedError(StoreAwayError):
-    """The store refuses this process, because it does not know the run's secret."""
+    """The store refuses this process, which does not have the run's secret."""
 
 
 class LeaseStore(Protocol):
@@ -63,7 +63,7 @@ class LeaseStore(Protocol):
         ...
 
     def overwrite(self, lease: Lease) -> None:
-        """Write a lease even if the name was taken. Deletes a request to leave, which was for the previous holder."""
+        """Write a lease even if the name was taken. Deletes a request to leave, which was the previous holder's."""
         ...
 
     def renew(self, lease: Lease) -> bool:
@@ -155,7 +155,7 @@ class FolderStore:
 
 
 def decode_lease(name: str, content: bytes) -> Lease | None:
-    """Decode a lease. None if the bytes are no lease of this name, which then counts as not renewed."""
+    """Decode a lease. None if the bytes are no lease of this name."""
     try:
         lease = msgspec.json.decode(content, type=Lease)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -18,14 +18,14 @@ from pipelinerl.world import Job
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Far less than a server takes to start, and two small reads a second of each process."""
+"""Much shorter than a server's start, and only two small reads a second per process."""
 
 
 class ServerView(Protocol):
     """A view of the servers that are in the run now."""
 
     def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
-        """Return the servers of this kind by name. ``serves``: only those of one actor or preprocessor replica."""
+        """Return the servers of this kind by name. ``serves``: only one actor's or preprocessor's."""
         ...
 
 
@@ -40,7 +40,7 @@ class PlacedJobs:
 
 
 class MembershipWatch:
-    """The members of a run as this process sees them.
+    """The members of a run, in the view of this process.
 
     Args:
         initial: the jobs that the launcher placed.
@@ -63,7 +63,7 @@ class MembershipWatch:
 
     @property
     def observed(self) -> Observed:
-        """What the last look at the store showed."""
+        """The result of the last look at the store."""
         return self._observed
 
     def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:

@@ -1,5 +1,4 @@
-"""What a role reports: its log, its heartbeat, its metrics.
+"""Reports of a role: its log, heartbeat, metrics, spans and archive.
 
-Nothing here makes decisions for a role or may stop it. A failing wandb or a full metrics queue is only logged. Writing
-the log, the status file and the metrics never blocks the caller on the network.
+Nothing here may stop a role: failures are only logged, and no caller waits for the network.
 """

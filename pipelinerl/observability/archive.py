@@ -1,11 +1,8 @@
 """The bounded archive of a run: `archive/<job>/step_<n>.kept` and `.rest` in the run folder.
 
-The preprocessor keeps rollouts with their outcomes. Every rank of the trainer keeps its log-probabilities of the same
-rollouts. Which rollouts of a step are chosen depends only on their names, so all processes agree without asking.
-
-A step has two files, each written atomically: `kept` has the chosen and the flagged rollouts, `rest` all others. Only
-the newest steps have a `rest`. Beyond the bound the oldest `rest` is deleted first, then steps are thinned evenly. If
-the disk is full, the archive misses a step and the run continues.
+The preprocessor archives rollouts with their outcomes, every trainer rank its log-probabilities of the same rollouts.
+`kept` has the chosen and the flagged rollouts of a step, `rest` the others. Beyond the bound the oldest `rest` is
+deleted first, then steps are thinned evenly. If the disk is full, a step is missing and the run continues.
 """
 
 import hashlib
@@ -26,15 +23,15 @@ from pipelinerl.streams.codec import Codec
 from pipelinerl.world.disk import replace_file
 
 UNFLAGGED = (TRAINED, DropReason.ZERO_ADVANTAGE)
-"""Outcomes that are not flags. The second is as frequent as solved problems."""
+"""Outcomes that are not flags. The second is frequent in healthy runs."""
 REWARD_WITHOUT_SUCCESS = "reward_without_success"
 LONGEST = "longest"
 
 
 def chosen(sample_ids: Iterable[str], count: int) -> set[str]:
-    """Choose ``count`` of the samples (`<group_id>/<attempt>`), with attempts of one problem together.
+    """Choose ``count`` of the samples (`<group_id>/<attempt>`) by their names, with attempts of one problem together.
 
-    A sample that is chosen from a set is also chosen from every subset that contains it.
+    A sample that is chosen from a set is also chosen from every subset that contains it, so that all processes agree.
     """
     return set(sorted(set(sample_ids), key=_place)[:count])
 
@@ -47,8 +44,8 @@ def _place(sample_id: str) -> tuple[bytes, int]:
 def flags_of(rollouts: Sequence[tuple[Rollout, str]]) -> list[tuple[str, ...]]:
     """Return the flags of each of a step's rollouts, which are given with their outcomes.
 
-    - The reason why it was dropped, except for groups that a filter drops because their advantages are zero.
-    - `reward_without_success`: it failed, but its reward is above the median of those that succeeded.
+    - The reason why it was dropped, unless it is in `UNFLAGGED`.
+    - `reward_without_success`: it failed, but its reward is above the median of rollouts that succeeded.
     - `longest`: it has the most sampled tokens of the step.
     """
     wins = [rollout.reward for rollout, _ in rollouts if rollout.metrics.get("success")]
@@ -91,7 +88,7 @@ class StepArchive(Generic[R]):
     Args:
         folder: created at the first write.
         record_type: type of the records in the files.
-        max_bytes: bound on all files together, in bytes. The newest step's `kept` stays regardless of its size.
+        max_bytes: bound on all files together. The newest step's `kept` stays regardless of its size.
         last_steps: number of newest steps whose `rest` stays.
         per_step: number of rollouts that are chosen of every step.
     """
@@ -110,7 +107,6 @@ class StepArchive(Generic[R]):
         An error of the disk is logged once and not raised.
 
         Args:
-            step: number of the optimizer step.
             kept: chosen and flagged rollouts.
             rest: all other rollouts.
         """
@@ -135,11 +131,9 @@ def open_archive(
     """Open the archive of a job with its share of `archive.archive_mb`. Returns None if `archive_mb` is 0.
 
     Args:
-        section: section `archive` of the configuration.
-        run_dir: the run folder.
-        name: the job's name.
+        name: the job's.
         record_type: type of the records in the files.
-        share: fraction of `archive.archive_mb` that the job may use.
+        share: fraction of `archive.archive_mb`.
     """
     if not section.archive_mb:
         return None
@@ -162,13 +156,12 @@ def sizes_in(folder: Path) -> dict[StepFile, int]:
 
 
 def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_bytes: int) -> list[StepFile]:
-    """Return the files to delete after a step was written. It does no I/O.
+    """Return the files to delete after a step was written. Pure.
 
     Args:
         sizes: bytes of each file.
         newest: the step that was written.
-        last_steps: number of newest steps whose `rest` stays.
-        max_bytes: bound on all files together, in bytes.
+        last_steps, max_bytes: see ``StepArchive``.
     """
     gone = [file for file in sizes if file.part == REST and file.step <= newest - last_steps]
     left = {file: size for file, size in sizes.items() if file not in set(gone)}
@@ -199,11 +192,9 @@ def read_archive(
 ) -> Iterator[tuple[int, str, list[R]]]:
     """Yield (step, job's name, records of its files) of every job of a kind, by step.
 
-    A file that cannot be read is left out with a warning, because a power cut may have emptied it. A file that a live
-    run has just deleted is left out silently.
+    A file that cannot be read, such as after a power cut, is left out with a warning.
 
     Args:
-        run_dir: the run folder.
         kind: kind of the jobs, such as ``actor``.
         record_type: type of the records in the files.
         step: the only step to read. None: all steps.
@@ -220,7 +211,7 @@ def read_archive(
             path = run_dir / ARCHIVE_DIR / name / file.name
             try:
                 records.append(codec.decode(path.read_bytes()))
-            except FileNotFoundError:
+            except FileNotFoundError:  # a live run has just deleted it
                 continue
             except (OSError, StreamError) as error:
                 log.warning("event=archive_unreadable file=%s error=%s", path, error)

@@ -1,9 +1,8 @@
 """Finds the role that has failed when a run makes no progress: pure decisions over the roles' status files.
 
 A live process can fail in three ways: *silent* (no heartbeat: frozen), *never started* (not ready in time), *stuck*
-(heartbeat, but neither progress nor anything new to wait for). A role that waits for another role is never stuck
-itself, however long it waits: the role at the end of the wait chain is, if every role of the chain stands still. If the
-chain is a circle, it is the member whose last progress is oldest.
+(heartbeat, but neither progress nor a new wait). A role that waits for another is never stuck itself: the role at the
+end of the wait chain is (`wait_chain`), if every role of the chain stands still.
 """
 
 from collections.abc import Mapping
@@ -33,8 +32,8 @@ def find_failed(
 
     Args:
         statuses: by status name. `finetune_0.rank1` belongs to job `finetune_0`.
-        started: when the process of each running job was started.
-        since: when the launcher began to watch without a gap. Older silence is ignored.
+        started: start of each running job's process.
+        since: start of the launcher's watch without a gap. Older silence is ignored.
         starved: by job, seconds of its silence in which its processes were ready to run but got no CPU.
     """
     failed: dict[str, FailedRole] = {}
@@ -65,7 +64,7 @@ def job_of_status(status_name: str) -> str:
 
 
 def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: float, since: float) -> str | None:
-    """Why a role counts as silent, or None. Starting roles are exempt: they have ``startup_timeout_s`` to load."""
+    """Why a role counts as silent, or None. Starting roles are exempt: ``startup_timeout_s`` bounds them."""
     silence = now - max(status.heartbeat, since, started)
     if silence <= limits.heartbeat_timeout_s or not status.progress_count:
         return None
@@ -82,7 +81,7 @@ def _slow_start(status: StatusRecord, started: float, limits: LauncherSection, n
 
 
 def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: float, since: float) -> set[str]:
-    """Names at the ends of the wait chains in which every role has stood still for too long."""
+    """The ends of the wait chains in which every role has stood still for too long."""
     still = {
         name
         for name in statuses
@@ -104,7 +103,7 @@ def _is_judged(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
 
 
 def stands_since(name: str, statuses: Mapping[str, StatusRecord]) -> float:
-    """When a role last made progress, began its wait, or got what it had waited for. Ranks that work move together."""
+    """Time of a role's last progress, or of its wait's beginning or end. Ranks that work move together."""
     status = statuses[name]
     if status.waits:
         return max(status.progress_at, status.waits[0].since)
@@ -121,15 +120,15 @@ def _waits_for_role(status: StatusRecord) -> bool:
 
 
 def _waits_elsewhere(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
-    """Whether a role waits for one without a status (on another node, not yet started). It is then not stuck itself."""
+    """Whether a role waits for one without a status: on another node, or not yet started."""
     waits = statuses[name].waits
     return bool(waits) and waits[0].on is not None and not _targets(waits[0].on, statuses)
 
 
 def wait_chain(name: str, statuses: Mapping[str, StatusRecord]) -> list[str]:
-    """Follow the oldest waits from a role to the role that holds it up. Names are in the order of the waits.
+    """Follow the oldest waits from a role to the role that holds it up, in their order.
 
-    A chain that runs into a circle ends with the member of the circle whose last progress is oldest.
+    A chain with a circle ends with the circle's member whose last progress is oldest.
 
     >>> wait_chain("actor_0", statuses)
     ['actor_0', 'finetune_0', 'preprocessor_0']

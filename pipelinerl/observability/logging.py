@@ -2,9 +2,8 @@
 
     2026-01-31 12:00:00.123 INFO actor_0 actor.loop: published group=0-17 rollouts=8
 
-Secrets are replaced, and control characters made visible, before a line is written, wherever they come from. The same
-holds for what libraries and domains print in a role. Tracebacks are indented, so every line that starts in column 0 is
-an event.
+Secrets are replaced, and control characters made visible, before a line is written, also in prints of libraries and
+domains. Tracebacks are indented, so every line that starts in column 0 is an event.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from pipelinerl.errors import visible
 
 CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")
 MIN_SECRET_CHARS = 6
-"""A shorter value is replaced in no log: it would be found everywhere."""
+"""Shorter values are not replaced in logs: they would be found in ordinary words."""
 
 
 def redacted(text: str) -> str:
@@ -38,14 +37,14 @@ def redacted(text: str) -> str:
 
 @lru_cache(maxsize=4)
 def _forms(values: frozenset[str]) -> tuple[str, ...]:
-    """What secrets look like in texts, the longest first: whole, word for word (`Bearer …`), and quoted."""
+    """Forms of secrets in texts, the longest first: whole, word for word (`Bearer …`), and quoted."""
     words = {word for value in values for word in (value, *value.split()) if len(word) >= MIN_SECRET_CHARS}
     quoted = {form for word in words for form in (word, repr(word)[1:-1], json.dumps(word)[1:-1])}
     return tuple(sorted(quoted, key=len, reverse=True))
 
 
 def shown(text: str) -> str:
-    """Returns a text of a domain, a model or a library as it may be written to a log or a terminal."""
+    """Returns a text for a log or a terminal: without secrets, with visible control characters."""
     return visible(redacted(text))
 
 
@@ -69,7 +68,7 @@ class EventFormatter(logging.Formatter):
 
 
 class ShownStream:
-    """Standard output or error, on which texts are ``shown``. A carriage return, as of a progress bar, ends a line."""
+    """Standard output or error, on which texts are ``shown``. A progress bar's carriage return ends a line."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -91,13 +90,13 @@ def _indent(text: str) -> str:
 
 
 def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
-    """Send every logger of this process to stderr in the run's format, and what it prints through ``shown``."""
+    """Send every logger of this process to stderr in the run's format, and its prints through ``shown``."""
     show_prints()
     _install(logging.StreamHandler(sys.stderr), job_name, level)
 
 
 def show_prints() -> None:
-    """Put a ``ShownStream`` in the place of this process's standard output and error."""
+    """Make this process's standard output and error ``ShownStream``s."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, ShownStream):
@@ -114,7 +113,7 @@ def setup_launcher_logging(path: Path, max_mb: int) -> None:
 
 
 class LauncherLog(logging.handlers.RotatingFileHandler):
-    """A bounded log file whose disk may fail, which ends no run and is said once on stderr."""
+    """A bounded log file. If its disk fails, the run goes on and one line is on stderr."""
 
     _said = False
 
@@ -145,7 +144,7 @@ def _install(handler: logging.Handler, name: str, level: int) -> None:
 
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
-    """Undoes on exit what the functions of this module did inside, and closes the handlers that they installed."""
+    """Restores loggers and warnings on exit, and closes handlers that this module installed."""
     root, shows_warning = logging.getLogger(), warnings.showwarning
     handlers = root.handlers[:]
     levels = {logger: logger.level for logger in (root, *map(logging.getLogger, CHATTY))}

@@ -1,10 +1,7 @@
 """Metrics of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same points in the trackers.
 
 The file is authoritative and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older
-points, so that a bounded file keeps the whole curve of a long run. `trackers` never delay a step.
-
-A resumed trainer repeats steps. The file then loses the points of their first time, which cannot be taken back from
-trackers. There the first time stays: a point that repeats a step is not sent.
+points. If a resumed trainer repeats steps, the file has the new points, and trackers keep the first ones.
 """
 
 import contextlib
@@ -37,10 +34,8 @@ class MetricsLogger:
     """Logs metrics of one job.
 
     Args:
-        cfg: configuration of the run.
-        run_dir: run folder.
         kind: names the file and the run in trackers (e.g. `actor`, `finetune`).
-        once_per_step: a tracker gets one point of a step in the whole run, however often processes repeat the step.
+        once_per_step: trackers get one point of a step in the whole run, also if processes repeat the step.
 
     >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
     >>> metrics.log({TrainerMetric.LOSS: 0.1}, step=3)
@@ -60,7 +55,7 @@ class MetricsLogger:
         }
 
     def log(self, values: Mapping[MetricName, float], step: int) -> None:
-        """Append one point. NaN and infinities are written as null. A name that is not declared gives a warning."""
+        """Append one point. NaN and infinities become null. An undeclared name gives a warning."""
         warn_undeclared(self._kind, values.keys() - self._known)
         self._known |= values.keys()
         point = {name: _number(value) for name, value in values.items()}
@@ -75,7 +70,7 @@ class MetricsLogger:
             tracker.put(partial(_send, point=given, step=step, sent=self._sent.get(name)))
 
     def sync(self) -> None:
-        """Wait until every point so far is on disk. Safe to call from any thread, and `log` does not wait for it."""
+        """Wait until every point so far is on disk. Any thread may call it, and `log` does not wait for it."""
         with self._lock:
             descriptor = os.dup(self._file.fileno())
         try:
@@ -107,7 +102,7 @@ def _open_lines(path: Path) -> TextIO:
 
 
 def thin(path: Path) -> None:
-    """Delete every second line of the older half. The file is replaced atomically, so that readers see a whole one."""
+    """Delete every second line of the older half, atomically."""
     half, read = path.stat().st_size // 2, 0
     with open(path, "rb") as old, replacement(path, mode=0o600) as new:
         for number, line in enumerate(old):
@@ -117,7 +112,7 @@ def thin(path: Path) -> None:
 
 
 def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
-    """Delete the points after `step`, because a resumed trainer repeats these steps. Returns the number of steps."""
+    """Delete the points after `step`, which a resumed trainer repeats. Returns the number of these steps."""
     path = metrics_file(run_dir, kind)
     points = read_metrics(run_dir, kind)
     kept = [point for point in points if point[STEP] <= step]
@@ -127,7 +122,7 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
 
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
-    """Return all points of a kind in order, without lines that are incomplete or damaged."""
+    """Return all points of a kind in order, without damaged lines."""
     try:
         return points_of(metrics_file(run_dir, kind).read_bytes().split(b"\n"))
     except FileNotFoundError:
@@ -135,7 +130,7 @@ def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
 
 
 def points_of(lines: Iterable[bytes]) -> list[Point]:
-    """Return the points of a metrics file's lines, without those of lines that are incomplete or damaged."""
+    """Return the points of a metrics file's lines, without damaged ones."""
     points: list[Point] = []
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -150,7 +145,7 @@ def _number(value: Any) -> float | int | None:
 
 
 class SentSteps:
-    """The newest step that a tracker was given, in a file that outlives the process."""
+    """The newest step that a tracker got, in a file that outlives the process."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -158,7 +153,7 @@ class SentSteps:
         self._newest = int(text) if text.strip().isdecimal() else -1
 
     def is_new(self, step: int) -> bool:
-        """Whether ``step`` is newer than all steps so far. From then on it is not."""
+        """Whether ``step`` is newer than all steps so far, and note it."""
         if step <= self._newest:
             return False
         self._newest = step
@@ -168,6 +163,6 @@ class SentSteps:
 
 
 def _send(tracker: Tracker, *, point: dict[str, float], step: int, sent: SentSteps | None) -> None:
-    """Give a tracker a point, unless it has one of this step. In the tracker's thread."""
+    """Send a point, in the tracker's thread, unless the tracker has one of this step."""
     if sent is None or sent.is_new(step):
         tracker.log(point, step)

@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector, through OpenTelemetry's own exporter (`tracing.otlp_endpoint`).
 
-The exporter batches in a thread of its own behind a bounded queue, retries, and takes its further settings from the
-usual `OTEL_EXPORTER_OTLP_*` variables. A collector that is away costs its spans and nothing else.
+The exporter batches in a thread behind a bounded queue, retries, and reads the usual `OTEL_EXPORTER_OTLP_*` variables.
+If the collector is away, only its spans are lost.
 """
 
 from collections.abc import Mapping
@@ -51,9 +51,8 @@ class OTLPSink:
         """Pass a span on.
 
         Args:
-            ids: hexadecimal: of the trace, of the span, and of its parent (empty for a root).
-            start: Unix time in ns.
-            end: likewise.
+            ids: hexadecimal ids of the trace, the span, and its parent (empty for a root).
+            start, end: Unix time in ns.
         """
         trace_id, span_id, parent_id = ids
         self._processor.on_end(

@@ -3,11 +3,8 @@
     spans.record("step", "step 7", started, root=True, tokens=4096)
 
 ``record`` only appends to a queue. A thread writes the spans to `traces/<process>.jsonl` of the run folder, each line
-a ``SpanBatch``. With `tracing.otlp_endpoint` a collector gets the spans too. Without ``start_recording`` nothing is
-recorded.
-
-A trace has a name, from which every process computes the same ids. So the sample's id, which all records
-carry, is the trace context of a rollout: its worker writes the root span, the preprocessor and the trainer add to it.
+a ``SpanBatch``. With `tracing.otlp_endpoint` a collector gets the spans too. Every process computes the same ids from
+a trace's name, so the sample's id is the trace context of a rollout: its worker writes the root span.
 """
 
 import atexit
@@ -31,7 +28,7 @@ TRACES = "traces"
 """Folder in the run folder."""
 FLUSH_S = 0.5
 QUEUE_SPANS = 1 << 16
-"""Spans that wait for the thread. Beyond it the oldest are lost and counted."""
+"""Longest queue of the thread, some tens of MB. Beyond it the oldest spans are lost and counted."""
 
 AttributeValue = str | int | float | bool | None
 
@@ -70,10 +67,10 @@ class SpanIds(NamedTuple):
 
 
 def span_ids(run: bytes, process: str, span: SpanRecord) -> SpanIds:
-    """The span's ids. ``run``: the run's key.
+    """The span's ids: trace and root from the trace's name, another span's from the process and the whole record.
 
-    Trace and root follow from the trace's name, so every process computes the same. Another span's id follows from
-    the process and the whole record.
+    Args:
+        run: the run's key.
     """
     digits = hashlib.blake2b(span.trace.encode(), digest_size=24, key=run).hexdigest()
     trace_id, root_id = digits[:32], digits[32:]
@@ -91,7 +88,7 @@ def with_ids(batch: SpanBatch) -> Iterator[tuple[SpanRecord, SpanIds]]:
 
 
 class Sink(Protocol):
-    """Takes the spans that were written to the file (`otlp.OTLPSink.export`)."""
+    """Also takes the spans (`otlp.OTLPSink`)."""
 
     def export(
         self, name: str, ids: SpanIds, start: int, end: int, attributes: Mapping[str, AttributeValue]
@@ -100,7 +97,7 @@ class Sink(Protocol):
 
 
 def run_key_of(cfg: Config) -> bytes:
-    """The same in all processes of a run, and different in other runs."""
+    """A key that all processes of a run share, and other runs do not."""
     return hashlib.blake2b(cfg.output_dir.encode(), digest_size=16).digest()
 
 
@@ -108,7 +105,7 @@ class SpanWriter:
     """Writes one process's spans in a thread.
 
     Args:
-        path: the file. When it has half of ``max_bytes``, it becomes ``<name>.1.jsonl`` and a new one begins.
+        path: the file. With half of ``max_bytes`` it becomes ``<name>.1.jsonl`` and a new one begins.
         run: the run's key.
         resource: attributes of the process.
         sink: takes the spans too.
@@ -132,7 +129,7 @@ class SpanWriter:
             self._start_thread()
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write the queue and end the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -142,7 +139,7 @@ class SpanWriter:
             log.warning("event=spans_lost count=%d", self._lost)
 
     def _start_thread(self) -> None:
-        """Start the thread at the first span, because processes without spans may fork."""
+        """Start the thread at the first span: processes without spans may fork."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_thread, name="spans", daemon=True)
@@ -185,7 +182,7 @@ _writer: SpanWriter | None = None
 
 
 def start_recording(cfg: Config, run_dir: Path, process: str) -> None:
-    """Record this process's spans from now on, if the configuration says so. ``process``: its name."""
+    """Record the spans of this process, named ``process``, if `tracing.trace_mb` is not 0."""
     if _writer is not None or not cfg.tracing.trace_mb:
         return
     resource: dict[str, AttributeValue] = {
@@ -204,13 +201,13 @@ def start_recording(cfg: Config, run_dir: Path, process: str) -> None:
 
 
 def install(writer: SpanWriter) -> None:
-    """Record this process's spans with ``writer`` from now on. ``stop`` closes it."""
+    """Record this process's spans with ``writer``, which ``stop`` closes."""
     global _writer
     _writer = writer
 
 
 def stop() -> None:
-    """Write the spans that wait, and record no more."""
+    """Write the queue and stop recording."""
     global _writer
     writer, _writer = _writer, None
     if writer is not None:
@@ -224,10 +221,8 @@ def record(
 
     Args:
         trace: name of its trace.
-        start: Unix time in ns (`time.time_ns`).
-        end: likewise. None: now.
+        start, end: Unix time in ns (`time.time_ns`). None: now.
         root: whether it is the trace's root.
-        attributes: facts about it.
     """
     if _writer is not None:
         _writer.put(SpanRecord(name, trace, start, time.time_ns() if end is None else end, root, attributes))

@@ -1,11 +1,8 @@
-"""A role's heartbeat in `status/<job>.json`: its last progress, what it waits for and since when.
+"""A role's heartbeat in `status/<job>.json`: its last progress, its waits and since when.
 
 The role calls `progress()` whenever it made progress and wraps every wait in `waiting()`. A helper thread publishes
-the state at most twice a second and at least every `HEARTBEAT_S` seconds. So three cases can be told apart: a process
-that makes progress, a live process that waits for another, and one that is frozen (no heartbeat). A role that is ready
-says so by its first progress, before it waits for data. A role that
-represents another process (an engine, redis-server) uses `beat_with_progress` to report that process's heartbeat.
-SIGUSR1 writes the Python stacks of all threads to `<job>/stacks.txt`.
+the state at least every `HEARTBEAT_S` seconds, so that a frozen process differs from one that waits. SIGUSR1 writes the
+Python stacks of all threads to `<job>/stacks.txt`.
 """
 
 import contextlib
@@ -25,7 +22,9 @@ from typing import Any, Protocol
 from pipelinerl.world.disk import replace_file
 
 HEARTBEAT_S = 2.0
+"""Far below `launcher.heartbeat_timeout_s`, so that a late one is no frozen role."""
 MIN_WRITE_INTERVAL_S = 0.5
+"""A busy role's status is written twice a second at most."""
 STATUS_DIR = "status"
 LAUNCHER = "launcher"
 """`on` of a wait for the launcher. No job has this name."""
@@ -67,7 +66,7 @@ class StatusRecord:
         """Return the record with times of the monotonic clock, which does not change when the system clock is set.
 
         Args:
-            clock_offset: this host's Unix time minus its monotonic clock. It is used for records of other hosts.
+            clock_offset: this host's Unix time minus its monotonic clock, for records of other hosts.
         """
         shift = self.clock_offset if self.hostname == socket.gethostname() else clock_offset
         return replace(
@@ -112,7 +111,7 @@ class Activity:
         self._changed()
 
     def begin(self) -> None:
-        """Begin the time limit of the role's start only now."""
+        """Begin the time limit of the role's start now."""
         self._started = time.monotonic()
 
     def beat_with_progress(self) -> None:
@@ -184,10 +183,10 @@ class RoleStatus:
         self._thread.start()
 
     def progress(self, **fields: Any) -> None:
-        """Report progress with its newest values. This only sets attributes: the helper thread writes the file.
+        """Report progress with its newest values. The helper thread writes the file.
 
-        The first call says that the role is ready. Make it before the role waits for data, because from then on its
-        waits are judged, and no longer the time that it takes to start.
+        The first call marks the role as ready. Make it before the role waits for data: from then on its waits are
+        judged, and no longer its start.
         """
         self._activity.progress(fields)
 
@@ -197,24 +196,23 @@ class RoleStatus:
         self._write()
 
     def beat_with_progress(self) -> None:
-        """Use the last progress as the heartbeat from now on, for a role that represents another process.
+        """Use the last progress as the heartbeat, for a role that represents another process (an engine, redis-server).
 
-        Such a role asks the other process regularly and calls `progress` for every answer. If that process freezes,
-        the role counts as frozen too.
+        The role calls `progress` for every answer of that process. If it freezes, the role counts as frozen too.
         """
         self._activity.beat_with_progress()
 
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Report a wait while the block runs: for what, and on which job or kind."""
+        """Report a wait while the block runs. ``on``: the job or kind that ends it."""
         return self._activity.waiting(what, on)
 
     def last_beat(self) -> float:
-        """Monotonic time of the heartbeat that would be published now."""
+        """Monotonic time of the current heartbeat."""
         return self._activity.last_beat()
 
     @contextlib.contextmanager
     def waiting_for_launcher(self, what: str) -> Iterator[None]:
-        """Report a wait before the role's own start. The time limit of the start begins when the wait is over."""
+        """Report a wait before the role's own start, whose time limit begins after it."""
         with self.waiting(what, on=LAUNCHER):
             yield
         self._activity.begin()
@@ -235,7 +233,7 @@ class RoleStatus:
         return self._activity.record(self.job_name, self._state)
 
     def _publish(self) -> None:
-        """Write the file whenever the status changed or the heartbeat is due. Ends when the status is closed."""
+        """Write the file when the status changed or the heartbeat is due. Ends when the status is closed."""
         while not self._closed.is_set():
             self._dirty.wait(timeout=HEARTBEAT_S)
             self._dirty.clear()
@@ -245,19 +243,19 @@ class RoleStatus:
             self._closed.wait(timeout=MIN_WRITE_INTERVAL_S)
 
     def _write(self) -> None:
-        """Write the file. If it cannot be written, such as on a full disk, the role continues."""
+        """Write the file. The role continues if it cannot be written, such as on a full disk."""
         with self._writing, contextlib.suppress(OSError):
             write_status(self._path, self.record())
 
 
 class Waiting(Protocol):
-    """What a ``CurrentWait`` needs of a role's status."""
+    """The part of a role's status that ``CurrentWait`` uses."""
 
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]: ...
 
 
 class CurrentWait:
-    """A wait that lasts over many polls. Its beginning is that of the first poll, and no look finds it between two.
+    """A wait that lasts over many polls and begins with the first one.
 
     >>> wait = CurrentWait(status)
     >>> while not (groups := reader.poll(0.5)):
@@ -271,7 +269,7 @@ class CurrentWait:
         self._entered = contextlib.ExitStack()
 
     def be(self, what: str, on: str | None = None) -> None:
-        """Begin this wait in the place of the last one. Does nothing if it is the same."""
+        """Replace the last wait by this one. Does nothing if it is the same."""
         if self._named != (what, on):
             before, self._entered = self._entered, contextlib.ExitStack()
             self._entered.enter_context(self._status.waiting(what, on=on))
@@ -301,7 +299,7 @@ def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
 
 
 def _register_stacks(run_dir: Path, job_name: str) -> Any:
-    """Make SIGUSR1 append all threads' stacks to `<job>/stacks.txt`. Returns the file, which the handler needs open."""
+    """Make SIGUSR1 append all threads' stacks to `<job>/stacks.txt`. Returns the file, which must stay open."""
     job, _, rank = job_name.partition(".")
     path = run_dir / job / (f"stacks.{rank}.txt" if rank else "stacks.txt")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Experiment trackers (`tracker`): wandb, TensorBoard and trackio, each through its own library, several at once.
 
-A tracker runs in a thread of its own behind a bounded queue, and its library is imported there. A slow, missing or
-failing tracker loses points of its curves but never delays a step. `metrics/*.jsonl` has every point.
+A tracker runs in a thread of its own behind a bounded queue, where its library is imported. A slow, missing or failing
+one loses points but never delays a step. `metrics/*.jsonl` has every point.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from pipelinerl.config.sections import Config
 log = logging.getLogger(__name__)
 
 QUEUE_POINTS = 10_000
+"""Longest queue: hours of steps while a tracker's server is away."""
 FINISH_TIMEOUT_S = 5.0
+"""A role's end waits no longer for a tracker."""
 
 TRACKERS = {
     "wandb": "pipelinerl.observability.wandb.WandbTracker",
@@ -42,19 +44,14 @@ class Tracker(Protocol):
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
 
     def keep(self, path: Path) -> None:
-        """Keep a file as an artefact of the run, where the tracker has them."""
+        """Keep a file as an artefact of the run, if the tracker has artefacts."""
         ...
 
     def finish(self) -> None: ...
 
 
 class TrackerThread:
-    """The thread that owns a tracker. It ends at `close` or at the tracker's first error.
-
-    Args:
-        name: in ``TRACKERS``.
-        kind: kind of the role.
-    """
+    """The thread that owns a tracker. It ends at `close` or at the tracker's first error. ``name``: in ``TRACKERS``."""
 
     def __init__(self, name: str, cfg: Config, run_dir: Path, kind: str):
         self._name = name
@@ -64,7 +61,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, work: Callable[[Tracker], None]) -> None:
-        """Do ``work`` with the tracker in its thread, or never, if too much waits."""
+        """Do ``work`` with the tracker in its thread. Dropped if the queue is full."""
         try:
             self._work.put_nowait(work)
         except queue.Full:

@@ -1,6 +1,6 @@
-"""How a run appears in Weights & Biases: one group per run folder, one wandb run per kind of role.
+"""A run in Weights & Biases: one group per run folder, one wandb run per kind of role.
 
-Without an API key `online` becomes `offline`, and the launcher warns of it. wandb itself is imported late.
+Without an API key `online` becomes `offline`, and the launcher warns of it.
 """
 
 import hashlib
@@ -17,15 +17,14 @@ from pipelinerl.config.sections import Config, WandbSection
 INIT_TIMEOUT_S = 60
 MODE_VARIABLE = "WANDB_MODE"
 MODES = ("disabled", "offline", "online")
-"""In the order of how much they send."""
+"""Ordered by how much they send."""
 OLD_MODES = {"run": "online", "dryrun": "offline"}
 
 
 def effective_mode(mode: str, env: Mapping[str, str] = os.environ, home: Path | None = None) -> str:
-    """Return which of `mode` and `WANDB_MODE` sends less. `online` is `offline` without an API key.
+    """Return which of `mode` (`wandb.mode`) and `WANDB_MODE` sends less. `online` is `offline` without an API key.
 
     Args:
-        mode: `wandb.mode` as configured.
         env: may have the key, else ~/.netrc does.
         home: folder of `.netrc`. None = the user's.
     """
@@ -46,10 +45,7 @@ def _netrc_has_key(env: Mapping[str, str], home: Path) -> bool:
 
 
 def run_identity(section: WandbSection, run_dir: Path, kind: str) -> dict[str, str]:
-    """Return group, name and id. The id depends only on folder and kind, so that a restarted role continues its run.
-
-    Two run folders have different groups even if both are called `run1`, unless `wandb_group` is set.
-    """
+    """Return group, name and id. A restarted role has the same id, and two folders called `run1` different groups."""
     folder = named_folder(run_dir)
     place = f"{folder.parent.name}-{folder.name}"[: WANDB_CHARS - WANDB_ROLE_CHARS - 7]
     group = section.wandb_group or f"{place}-{_digest(str(folder))[:6]}".lstrip("-")
@@ -76,7 +72,7 @@ def start_run(cfg: Config, run_dir: Path, kind: str) -> Any:
 
     identity = run_identity(section, run_dir, kind)
     mode = cast(Literal["online", "offline", "disabled"], effective_mode(section.mode))
-    os.environ[MODE_VARIABLE] = mode  # wandb reads the variable, too, and takes it in lower case alone
+    os.environ[MODE_VARIABLE] = mode  # wandb reads the variable, too, in lower case only
     run = wandb.init(
         mode=mode,
         project=section.wandb_project_name,

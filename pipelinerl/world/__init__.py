@@ -1,8 +1,7 @@
-"""The machines of a run: environment → cluster → jobs on devices, and what a process needs of its machine.
+"""The machines of a run: environment → cluster → jobs on devices, and settings of this process and machine.
 
 `cluster`, `placement` and `map` are pure, except that they count GPUs and cores and check ports (`network`). `tls`
-makes certificates, `disk` writes durable files, `process` changes settings of this process. The package imports no
-torch.
+makes certificates, `disk` writes durable files, `process` changes this process. The package imports no torch.
 """
 
 from pipelinerl.world.cluster import Cluster, Node, read_cluster, visible_devices

@@ -1,8 +1,7 @@
 """The machines of a run: node ranks, host names, devices and cores, read from the environment.
 
-The module reads section `world` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment.
-The result is a frozen ``Cluster``, which is the same for every launcher of the run except for its ``rank`` and cores.
-The module never guesses a host name from another one. It counts GPUs through NVML and never imports torch.
+It reads section `world` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment. All
+launchers of a run get the same ``Cluster``, except for its ``rank`` and cores. GPUs are counted through NVML.
 """
 
 import ctypes
@@ -27,7 +26,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     hostname: str
-    """Name or address by which other nodes reach it. In a world of one node this is the loopback address."""
+    """Name or address for other nodes. In a world of one node this is the loopback address."""
     devices: int
     """GPUs, or slots on CPU."""
     cores: tuple[int, ...] = ()
@@ -68,12 +67,10 @@ def read_cluster(
 ) -> Cluster:
     """Read the cluster. ``count_gpus`` and ``affinity`` are the only I/O, and tests can replace them.
 
-    In a dry run without launcher variables ``world.hosts`` alone defines the nodes, and this launcher is the first.
-
     Args:
         world: section `world` of the configuration.
         env: the launcher's environment.
-        dry_run: whether the nodes are only planned.
+        dry_run: without launcher variables ``world.hosts`` alone defines the nodes, and this launcher is the first.
         count_gpus: counts the GPUs of this node.
         affinity: returns the cores that this process may use.
 
@@ -184,8 +181,7 @@ def _integer(env: Mapping[str, str], key: str) -> int:
 def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
     """Return host names in node order.
 
-    A single node has its loopback address, so that its roles listen only there. If `world.hosts` names it, roles on
-    other machines may join.
+    A single node has its loopback address, where its roles listen, unless `world.hosts` names it for others to join.
     """
     hosts = tuple(world.hosts) if world.hosts is not None else place.hosts
     source = "world.hosts" if world.hosts is not None else "the environment"
@@ -205,7 +201,7 @@ def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
 
 
 def _gpus_per_node(world: WorldSection, num_nodes: int, count_gpus: Callable[[], int]) -> tuple[int, ...]:
-    """Return the configured GPUs of each node. By default every node counts as having as many as this one."""
+    """Return the configured GPUs of each node. By default every node has as many as this one."""
     configured = world.gpus_per_node
     if world.accelerator == "cpu":
         return (0,) * num_nodes
@@ -287,12 +283,12 @@ def count_visible_gpus(env: Mapping[str, str]) -> int:
 
 
 def gpu_memory_bytes() -> tuple[int, ...]:
-    """Return the total memory of each GPU of this machine in bytes. The result is empty without NVIDIA's driver."""
+    """Return the total memory of each GPU of this machine in bytes. Empty without NVIDIA's driver."""
     return tuple(memory.total for memory in _of_each_gpu(_nvml_memory))
 
 
 def gpu_used_bytes() -> tuple[int, ...]:
-    """Return the memory of each GPU of this machine that all processes together use, in bytes."""
+    """Return the used memory of each GPU of this machine in bytes."""
     return tuple(memory.used for memory in _of_each_gpu(_nvml_memory))
 
 
@@ -322,7 +318,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def _nvml_memory(nvml: ctypes.CDLL, index: int) -> _NvmlMemory:
-    """All fields are 0 where the driver does not say."""
+    """All fields are 0 if the driver returns an error."""
     handle, memory = ctypes.c_void_p(), _NvmlMemory()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
         return _NvmlMemory()
@@ -330,7 +326,7 @@ def _nvml_memory(nvml: ctypes.CDLL, index: int) -> _NvmlMemory:
 
 
 def _nvml_name(nvml: ctypes.CDLL, index: int) -> str:
-    """Empty where the driver does not say."""
+    """Empty if the driver returns an error."""
     handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
         return ""

@@ -19,8 +19,7 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
         path: its folder must exist.
         content: text is written as UTF-8.
         mode: permission bits, before the umask is applied.
-        sync: return only when content and name are on the disk. The content is synced first, so that a power cut
-            leaves no empty file.
+        sync: return only when content and name are on the disk.
     """
     with replacement(path, mode=mode, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -28,15 +27,12 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
 
 @contextmanager
 def replacement(path: Path, *, mode: int = 0o666, sync: bool = False) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of ``path`` when the block ends. If the block raises, ``path`` stays as it is.
-
-    ``replace_file`` explains the arguments.
-    """
+    """Opens a file that replaces ``path`` when the block ends without an error. Arguments: see ``replace_file``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             yield file
-            if sync:
+            if sync:  # before the name, so that a power cut leaves no empty file
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -48,7 +44,7 @@ def replacement(path: Path, *, mode: int = 0o666, sync: bool = False) -> Iterato
 
 
 def make_folder(path: Path, *, sync: bool = True) -> None:
-    """Makes a folder and its parents. With ``sync`` it returns only when their names are on the disk."""
+    """Makes a folder and its parents. ``sync``: return only when their names are on the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing if sync else ():
@@ -56,10 +52,7 @@ def make_folder(path: Path, *, sync: bool = True) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Waits until a file's content, or a folder's entries (names, renames, deletions), are on the disk.
-
-    This includes what other processes wrote: fsync works through any descriptor of the file.
-    """
+    """Waits until a file's content, or a folder's entries, are on the disk, also if another process wrote them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,7 +73,7 @@ def matching(pattern: str) -> list[str]:
 
 
 def plain_path(text: str) -> str:
-    """Returns a link to this folder, for a library that takes paths for patterns (vLLM). Any other text stays.
+    """Returns a link to a folder whose path is a pattern, for a library that expands patterns (vLLM), else the text.
 
     The link is deleted with this process.
     """

@@ -1,4 +1,4 @@
-"""What every program of a run does first with the variables of its environment: the launcher, and a role alone."""
+"""Corrects the environment variables of a program of a run at its start: the launcher, or a role that starts alone."""
 
 import os
 from collections.abc import MutableMapping
@@ -12,10 +12,10 @@ def complete(env: MutableMapping[str, str]) -> list[str]:
     """Correct ``env`` in place: no proxy to the run itself, no names of Kubernetes' Services, folders to write in.
 
     Returns:
-        What the user should know of it, a line each.
+        Lines for the user.
 
     Raises:
-        ConfigError: a variable has a value that it may not have, or there is no temporary folder.
+        ConfigError: a variable has a wrong value, or there is no temporary folder.
     """
     bypass(env)
     notes = []

@@ -1,7 +1,7 @@
 """A home and caches that this process may write, for any user: an unknown user id, `HOME=/`, a read-only home.
 
-Libraries keep below `~` what they compile and download, and some fail where they cannot. A home that can be read but
-not written stays, because it may hold credentials and models. Only its caches are elsewhere then.
+Libraries compile and download to folders below `~`, and some fail if they cannot write there. A home that can only be
+read stays, because it may hold credentials and models, and only its caches move.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ CACHES = (
 )
 """A variable, the folder that it names by default, and where below that folder its library writes."""
 USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")
-"""What `getpass.getuser` reads before it asks for the entry of the user, which an unknown user id does not have."""
+"""`getpass.getuser` reads them before the entry of the user, which an unknown user id does not have."""
 
 
 def writable_folders(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that complete the environment `env`: a user name, a home, and caches that can be written.
+    """Return variables that complete the environment `env`: a user name, a home, and caches that can be written.
 
-    A user who has all of them gets only the folder of torch's compiler, which outlives the run: without it every run
-    would compile vLLM's log-probability kernel again, which takes a core about 14 seconds.
+    The folder of torch's compiler is always among them, because it outlives the run: else every run would compile
+    vLLM's log-probability kernel again, which takes a core about 14 seconds.
     """
     name, home = _user(env)
     cache = env.get("XDG_CACHE_HOME") or f"{home}/.cache"
@@ -66,7 +66,7 @@ def writable_folders(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _user(env: Mapping[str, str]) -> tuple[str, str]:
-    """Return name and home of this process's user. A user id without an entry has the home `/`, as in a container."""
+    """Return name and home of this process's user. A user id without an entry (in a container) has the home `/`."""
     try:
         entry = pwd.getpwuid(os.getuid())
     except KeyError:

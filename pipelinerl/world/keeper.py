@@ -2,11 +2,10 @@
 
     python -I -S keeper.py PATIENCE_S PARENT COMMAND…
 
-The command leads a process group of its own: signals to that do not reach this process. Whatever it starts stays
-below this process: orphans become its children (`PR_SET_CHILD_SUBREAPER`), in every session and with every environment.
-All of them end when the command has ended, and when PARENT, the process that started this one, has ended. SIGTERM,
-SIGINT and SIGHUP are passed on to the command, and what is left is killed `PATIENCE_S` later. The exit status is the
-command's. If this process is killed, so is the command.
+All processes that the command starts stay below this one (`PR_SET_CHILD_SUBREAPER`), in every session and with every
+environment. They end when the command has ended, and when PARENT, the process that started this one, has ended.
+SIGTERM, SIGINT and SIGHUP are passed on to the command, and all that is left is killed `PATIENCE_S` later. The exit
+status is the command's. If this process is killed, so is the command.
 """
 
 import contextlib
@@ -21,27 +20,28 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ORPHANED_S = 5.0
-"""Longest patience when PARENT has ended. The launcher's reaper waits as long."""
+"""Longest patience when PARENT has ended. The launcher's reaper waits as long (`REAPER_GRACE_S`)."""
 LEFTOVER_S = 1.0
 """Longest patience when the command has ended: Python's resource tracker removes shared memory in this time."""
 KILL_S = 5.0
 """A process that SIGKILL does not end in this time waits in the kernel for ever, or belongs to another user."""
 POLL_S = 0.02
 LONGEST_WAIT_S = 3600.0
-"""Of one call, which takes no infinity."""
+"""Longest wait of one call, which takes no infinity. The loop then waits again."""
 NOT_STARTED = 127
+"""As shells say it."""
 
 
 class Keeper:
-    """Waits for the command and for what it started, and ends them."""
+    """Waits for the command and all processes that it started, and ends them."""
 
     def __init__(self, command: int, parent: int, patience_s: float):
         self._command, self._parent, self._patience_s = command, parent, patience_s
         self.status: int | None = None
-        """How the command ended, as `os.waitpid` says it."""
+        """The command's status from `os.waitpid`."""
 
     def await_command(self) -> None:
-        """Return when the command has ended, or was asked to end and has not in its time."""
+        """Return when the command has ended, or its patience after a signal is over."""
         end_at = math.inf
         while self._reap() and self.status is None and (left_s := end_at - time.monotonic()) > 0:
             received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), min(left_s, LONGEST_WAIT_S))
@@ -51,7 +51,7 @@ class Keeper:
                 end_at = min(end_at, time.monotonic() + limit_s)
 
     def end_all(self) -> None:
-        """End what is left: with SIGTERM before SIGKILL if the command ended in time."""
+        """End all that is left: with SIGTERM before SIGKILL if the command ended in time."""
         kill_at = time.monotonic()
         if self._reap() and self.status is not None and self._patience_s:
             kill_at += min(self._patience_s, LEFTOVER_S)

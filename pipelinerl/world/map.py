@@ -1,7 +1,7 @@
 """The world map: every job of a run with its node, devices, port and URL. The launcher writes it once.
 
-Every launcher of a run builds the same map, except for the cores of its own node. The map says where roles were placed.
-Leases (`pipelinerl.membership`) say which of them are alive and which have joined since.
+All launchers of a run build the same map, except for cores. Leases (`pipelinerl.membership`) show which roles are alive
+and which have joined since.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ BOUND_TO_DEVICES = ("nccl", "ipc")
 """Bucket transports of weights that only work in the world for which ``weight_backend`` names them."""
 LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier", "environment")
 WEIGHT_PORTS_PER_SERVER = 2
-"""A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
+"""A server that returns gets a new transfer group, whose store must not wait for the old one's port."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether roles listen beyond their node: the world has several nodes, or `world.hosts` names its only one."""
+        """Whether roles listen beyond their node: there are several nodes, or `world.hosts` names the only one."""
         hosts = {node.hostname for node in self.nodes}  # several Ray nodes of one machine share its address
         return len(hosts) > 1 or not is_loopback(self.nodes[0].hostname)
 
@@ -137,20 +137,15 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_backend(self) -> TransportName:
-        """The backend that ``weights.backend=auto`` selects.
-
-        NCCL cannot use one GPU twice, and IPC reaches only the GPU of trainer rank 0.
-        """
+        """The backend that ``weights.backend=auto`` selects."""
         if self.accelerator == "cpu":
             return "tcp"
         if not self.share_devices:
-            return "nccl"
-        return "ipc" if self._device_count == 1 else "tcp"
+            return "nccl"  # it cannot use one GPU twice
+        return "ipc" if self._device_count == 1 else "tcp"  # IPC reaches only the GPU of trainer rank 0
 
     def transfer_backend(self, wanted: str) -> TransportName:
-        """The backend for ``weights.backend=wanted``. TCP works everywhere because it goes through host memory.
-
-        With a store, a server's workers pass on what one of them has read, by TCP.
+        """The backend for ``weights.backend=wanted``. With a store, a server's workers share what one has read by TCP.
 
         Raises:
             WorldError: the world's devices do not support it.
@@ -181,12 +176,12 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return self.trainer_world_size
 
     def job_dicts(self) -> list[dict[str, Any]]:
-        """``cfg.jobs`` as domains read it: ``Job(**job)`` rebuilds each. Verifiers also appear as "environment"."""
+        """``cfg.jobs`` for domains: ``Job(**job)`` rebuilds each. Verifiers also appear as "environment"."""
         jobs = [msgspec.to_builtins(job) for job in self.jobs]
         return jobs + [{**job, "kind": "environment"} for job in jobs if job["kind"] == "verifier"]
 
     def digest(self) -> str:
-        """Digest of the world without the nodes' cores, so that all launchers that agree about it have the same."""
+        """Digest of the world without cores, the same for all launchers of a run."""
         jobs = tuple(msgspec.structs.replace(job, cores=()) for job in self.jobs)
         nodes = tuple(msgspec.structs.replace(node, cores=()) for node in self.nodes)
         shared = msgspec.structs.replace(self, jobs=jobs, nodes=nodes)
@@ -264,7 +259,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
 
 
 def existing_servers(cfg: Config) -> tuple[Job, ...]:
-    """The servers of `debug.existing_llms` as jobs, which nobody starts."""
+    """The servers of `debug.existing_llms` as jobs, which are not started."""
     urls = cfg.debug.existing_llms
     return tuple(
         Job(
@@ -305,8 +300,8 @@ def _check_local_ports(cfg: Config, cluster: Cluster, ports: list[tuple[str, int
 
 
 def url_of(kind: str, hostname: str, port: int | None, *, tls: bool) -> str:
-    """The URL of a job. Empty if it does not listen. Servers of environments are users' code and speak plain HTTP."""
-    tls = tls and kind != "environment"
+    """The URL of a job. Empty if it does not listen."""
+    tls = tls and kind != "environment"  # users' code
     host = f"[{hostname}]" if ":" in hostname else hostname
     scheme = ("rediss" if tls else "redis") if kind == "redis" else ("https" if tls else "http")
     return "" if port is None else f"{scheme}://{host}:{port}"
@@ -334,7 +329,7 @@ def _job(placement: Placement, cluster: Cluster, port: int | None, *, tls: bool)
 
 
 def _meeting(server: str) -> str:
-    """Whose port it is where the nodes of this server meet."""
+    """Name of the owner of the port where the nodes of this server meet."""
     return f"the nodes of {server}"
 
 
@@ -352,7 +347,7 @@ def _with_span(
 
 
 def check_local_devices(world: WorldMap, node_rank: int, env: Mapping[str, str]) -> None:
-    """Refuse to start jobs on GPUs that this node lacks, which a configured `world.gpus_per_node` can ask for."""
+    """Refuse jobs on GPUs that this node lacks, although `world.gpus_per_node` names them."""
     needed = 1 + max((gpu for job in world.on_node(node_rank) for gpu in job.gpus), default=-1)
     present = count_visible_gpus(env) if needed else 0
     if present < needed:

@@ -1,11 +1,8 @@
 """Addresses and ports of a run: the interface through which other nodes reach this one, and one block of free ports.
 
-Gloo and NCCL would otherwise guess the interface from the machine's own name, which may resolve to loopback or another
-network.
-
-In a world of one node a free block of ports is searched. In a world of several nodes every launcher must choose the
-same block without communication. It therefore starts at ``world.port_base`` or at a number derived from the run's
-identity, and each launcher checks the ports of its own node.
+Gloo and NCCL would guess the interface from the machine's name, which may resolve to loopback or another network. One
+node searches a free block. Several nodes choose the same one without communication: from ``world.port_base``, or from
+the run's identity.
 """
 
 import ipaddress
@@ -39,10 +36,7 @@ def interface_of(hostname: str) -> str | None:
 
 
 def look_up(hostnames: Iterable[str]) -> None:
-    """Look all these names up at the same time, for a plan: each has several roles, and an unknown one takes seconds.
-
-    The other functions then answer at once. They look a name up again only if it was unknown and is not from here.
-    """
+    """Look all these names up at the same time, for the other functions: an unknown one takes seconds."""
     names = sorted(set(hostnames))
     with ThreadPoolExecutor(MAX_LOOK_UPS) as pool:
         _looked_up.update(zip(names, pool.map(_addresses_of, names), strict=True))
@@ -62,10 +56,9 @@ def _addresses_of(hostname: str) -> frozenset[str]:
 
 
 def listen_address(hostname: str) -> str:
-    """The address to listen on so that others reach this node as ``hostname``: no other address of the node answers.
+    """The one address to listen on so that others reach this node as ``hostname``.
 
-    An IP address of this node is the address itself. Every address (``""``) is the answer for a name that leads to none
-    of this node's addresses, or to loopback because that is how the node resolves its own name.
+    It is ``""``, all addresses, for a name that leads to none of this node's addresses, or to loopback.
     """
     found = sorted(address for address in _addresses_of(hostname) if ":" not in address)
     given = hostname in found
@@ -88,7 +81,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def ephemeral_start() -> int:
-    """First port that the kernel gives to outgoing connections. Ports below it stay free between check and use."""
+    """First port that the kernel gives to outgoing connections. Lower ones stay free between check and use."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError):
@@ -103,12 +96,9 @@ def _search_range(count: int) -> range:
 
 
 def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool] = is_port_free) -> int:
-    """Return the first of ``count`` consecutive free ports.
-
-    The search starts at a random port, so that runs which start together choose different blocks.
-    """
+    """Return the first of ``count`` consecutive free ports."""
     bases = _search_range(count)
-    start = random.choice(bases)
+    start = random.choice(bases)  # runs that start together choose different blocks
     for begin, end in ((start, bases.stop), (bases.start, start)):
         base = begin
         while base < end:
@@ -122,7 +112,7 @@ def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool
 
 
 def derive_port_base(identity: str, count: int) -> int:
-    """Return the first of ``count`` ports, derived from a hash of the run's identity and so the same on every node."""
+    """Return the first of ``count`` ports by a hash of the run's identity, the same on every node."""
     bases = range(LOWEST_PORT, max(DEFAULT_EPHEMERAL_START - count, LOWEST_PORT + 1))
     return bases[zlib.crc32(identity.encode()) % len(bases)]
 

@@ -1,10 +1,8 @@
 """Which job runs on which devices: a pure function of the ``world`` section and the cluster.
 
-Inference servers fill the nodes from node 0. Each stays inside one node, or takes ``world.nodes_per_server`` nodes in a
-row. The trainer takes the remaining devices
-of every node in whole sequence-parallel groups. Roles without a device run on the trainer's nodes. Every device is used
-at most once, except with ``world.share_devices``, where servers and trainer each use all of them. A world that cannot
-be placed raises a ``WorldError`` with the numbers.
+Servers fill the nodes from node 0, each inside one node or on ``world.nodes_per_server`` in a row. The trainer takes
+the remaining devices of every node in whole sequence-parallel groups. Roles without a device run on its nodes. Every
+device is used once, or with ``world.share_devices`` by a server and the trainer.
 """
 
 import msgspec
@@ -80,7 +78,11 @@ def request_from_config(cfg: Config) -> Request:
 
 
 def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:
-    """Place all jobs of the world: servers first, then the trainer, then the roles without a device."""
+    """Place all jobs of the world: servers first, then the trainer, then the roles without a device.
+
+    Raises:
+        WorldError: it cannot be placed, with the numbers.
+    """
     free = {node.rank: list(range(node.devices)) for node in cluster.nodes}
     split = split_devices(request, cluster)
     servers = _place_servers(request, cluster, split, free)
@@ -216,10 +218,7 @@ def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int
 def _place_cpu_roles(
     request: Request, cluster: Cluster, trainers: tuple[Placement, ...], policy_servers: int
 ) -> tuple[Placement, ...]:
-    """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0.
-
-    They may use every core of their node: bound to the trainer's cores, they wait for its steps, and it for their data.
-    """
+    """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0."""
     beside = {trainer.node_rank for trainer in trainers}
     nodes = sorted(cluster.nodes, key=lambda node: (node.rank not in beside, node.rank))
     environments = [
@@ -237,6 +236,7 @@ def _place_cpu_roles(
         for index in range(counts[kind]):
             node = cluster.nodes[0] if kind == "redis" else nodes[index % len(nodes)]
             served = environments[index] if kind == "environment" else None
+            # All cores: on the trainer's alone they would wait for its steps, and it for their data.
             placements.append(
                 Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=node.cores, environment=served)
             )
@@ -244,10 +244,7 @@ def _place_cpu_roles(
 
 
 def device_cores(node: Node, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Cores of the given CPU slots. The node's cores are cut into ``node.devices`` equal pieces, one for each slot.
-
-    If there are fewer cores than slots, slots share cores.
-    """
+    """Cores of the given CPU slots, an equal part of the node's for each. Fewer cores than slots are shared."""
     if not node.cores:
         return ()
     count = len(node.cores)

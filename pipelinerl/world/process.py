@@ -1,4 +1,4 @@
-"""The current process: it ends with its parent, opens as many files as it may, gives memory back, leaves no trace."""
+"""Settings of the current process: end with its parent, open files, UTF-8, freed memory, and their restoration."""
 
 import codecs
 import contextlib
@@ -16,10 +16,7 @@ from pipelinerl.world import keeper
 
 
 def return_freed_heap() -> None:
-    """Give freed blocks of the heap back to the kernel, where the C library can (glibc).
-
-    glibc keeps freed blocks of up to 32 MB for later requests, which may never fit into them.
-    """
+    """Give freed blocks of the heap back to the kernel. glibc keeps those of up to 32 MB for later requests."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -27,7 +24,7 @@ def return_freed_heap() -> None:
 
 PR_SET_PDEATHSIG = 1
 RESERVED_FILES = 256
-"""Open files of a worker that are not connections: logs, libraries, data sets, files of a domain."""
+"""Open files of a worker besides connections: logs, libraries, data sets, files of a domain."""
 MIN_CONNECTIONS = 16
 """Below it the start is refused: a worker would play one group after the other."""
 MAX_OPEN_FILES = 2**20
@@ -47,31 +44,23 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 def kept(command: Sequence[str], patience_s: float = math.inf) -> list[str]:
     """Returns the command that runs ``command`` below a keeper, which ends all that it starts (see ``keeper``).
 
-    They end when the command ends, and when this process or the thread that starts it does. ``preexec_fn`` is no way to
-    ask for that: libraries run code of their own after a fork, which can wait for threads that only the parent has.
+    They also end when the thread that starts it does. (``preexec_fn`` can deadlock: libraries run code after a fork.)
 
     Args:
-        command: what to run. It has the keeper's session, standard streams and environment.
-        patience_s: seconds from SIGTERM to SIGKILL. By default whoever sends the one sends the other.
+        patience_s: seconds from SIGTERM to SIGKILL. By default the keeper only passes signals on.
     """
     return [sys.executable, "-I", "-S", keeper.__file__, str(patience_s), str(os.getpid()), *command]
 
 
 def in_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode if its locale has another encoding. Call it before all else.
-
-    Else paths, output and what libraries read would be in that encoding, ASCII in a container without a locale.
-    """
+    """Start this program again in Python's UTF-8 mode if its locale has another encoding. Call it before all else."""
     if codecs.lookup(locale.getencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def raise_open_files() -> int:
-    """Raises this process's soft limit on open files to the hard limit, at most ``MAX_OPEN_FILES``.
-
-    Returns the limit that now applies.
-    """
+    """Raises this process's soft limit on open files to the hard limit or ``MAX_OPEN_FILES``, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -81,15 +70,12 @@ def raise_open_files() -> int:
 
 
 def connections_of(open_files: int) -> int:
-    """Returns how many connections a rollout worker may have with this limit on open files.
-
-    Half of those that are left, because as many idle connections may stay open.
-    """
-    return max(MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2)
+    """Returns the number of connections that a rollout worker may use with this limit on open files."""
+    return max(MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2)  # as many idle ones may stay open
 
 
 def files_for(connections: int) -> int:
-    """Returns the limit on open files with which a rollout worker may have so many connections."""
+    """Returns the limit on open files that a rollout worker needs for this number of connections."""
     return RESERVED_FILES + 2 * max(MIN_CONNECTIONS, connections)
 
 
@@ -114,5 +100,5 @@ def process_restored() -> Iterator[None]:
 
 
 def own_rank(job_name: str) -> int:
-    """Rank of this process in its job. Only the trainer has several. A platform's `RANK` says nothing of other jobs."""
+    """Rank of this process in its job: 0 but for the trainer's. For other jobs `RANK` may be a platform's."""
     return int(os.environ.get("RANK", "0")) if job_name.startswith("finetune") else 0

@@ -1,7 +1,7 @@
 """The site's proxies (`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`) carry requests to foreign addresses, and no others.
 
-Clients of the run's own servers ignore these variables (`own_client`; aiohttp does so by itself). Everything else in a
-run's processes obeys them, domains and agents among it, and finds the run's hosts in `NO_PROXY` (`bypass`).
+Clients of the run's own servers ignore these variables (`own_client`; aiohttp does so by itself). All other clients in
+a run's processes obey them and find the run's hosts in `NO_PROXY` (`bypass`).
 """
 
 import os
@@ -21,7 +21,7 @@ BYPASS_VARIABLES = ("NO_PROXY", "no_proxy")
 
 
 def bypass(env: MutableMapping[str, str], hosts: Iterable[str] = ()) -> None:
-    """Adds loopback and ``hosts`` to what ``env`` has in both spellings of `NO_PROXY`. `*` stays alone."""
+    """Adds loopback and ``hosts`` to both spellings of `NO_PROXY` in ``env``. `*` stays alone."""
     added = (*LOCAL_NAMES, *filter(None, hosts))
     given = {name: env[name] for name in BYPASS_VARIABLES if env.get(name)}
     for name in BYPASS_VARIABLES:
@@ -31,21 +31,16 @@ def bypass(env: MutableMapping[str, str], hosts: Iterable[str] = ()) -> None:
 
 
 def own_client() -> dict[str, Any]:
-    """Returns arguments of an HTTPX client of the run's own servers: which authorities it trusts, and no proxy.
-
-    Without its proxies HTTPX would also ignore `SSL_CERT_FILE`.
-    """
+    """Returns arguments of an HTTPX client of the run's own servers: the authorities that it trusts, and no proxy."""
     import httpx
 
     context = client_context()
+    # Without `trust_env` HTTPX ignores `SSL_CERT_FILE`, so the context is made here.
     return {"verify": httpx.create_ssl_context() if context is True else context, "trust_env": False}
 
 
 def open_session(**options: Any) -> "aiohttp.ClientSession":
-    """Opens the session that rollout functions get. Foreign addresses are reached through the site's proxy.
-
-    Where there is none it does not look for one, which takes a thread for each request.
-    """
+    """Opens the session that rollout functions get. Foreign addresses are reached through the site's proxy."""
     import aiohttp
 
     bypass(os.environ)
@@ -53,6 +48,7 @@ def open_session(**options: Any) -> "aiohttp.ClientSession":
     for scheme in {"http", "https"} - found.keys():  # aiohttp does not read `ALL_PROXY`
         if carries_http(found.get("all", "")):
             os.environ[f"{scheme}_proxy"] = found["all"]
+    # With `trust_env` every request looks for a proxy in a thread.
     return aiohttp.ClientSession(trust_env=bool({"http", "https", "all"} & found.keys()), **options)
 
 
@@ -60,7 +56,7 @@ def check_proxy(key: str, url: str) -> None:
     """Refuses a proxy that cannot carry the requests of `open_session` to ``url``, the value of ``key``.
 
     Raises:
-        ConfigError: it is no proxy of HTTP, the only kind that aiohttp knows.
+        ConfigError: it is no HTTP proxy, the only kind that aiohttp supports.
     """
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
     variable = scheme if scheme in getproxies() else "all"

@@ -1,8 +1,7 @@
 """TLS between the nodes of a run (`world.tls`): certificates that are given, or made from the run's secret.
 
-Whoever knows the secret derives the same authority, so nothing has to be distributed: every server makes a certificate
-for its own name, and every client trusts the authority besides those that the machine trusts. Private keys are in a
-temporary folder of the process that serves.
+The authority follows from the secret, so nothing is distributed: every server makes a certificate for its own name, and
+every client trusts the authority besides the machine's. Private keys are in a temporary folder of the serving process.
 """
 
 import atexit
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 VALID = (datetime.datetime(2020, 1, 1), datetime.datetime(2120, 1, 1))
-"""Fixed, because all nodes must make the same certificate whatever their clocks say. The secret lives as long as it."""
+"""Fixed, because all nodes must make the same certificate with any clock. The secret has no other end of life."""
 WIRE_NAME = "weights.pipelinerl"
-"""The name in the certificate of every listener for weights, whatever its node is called."""
+"""The name in the certificate of every listener for weights."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -40,19 +39,16 @@ def adopt(world: WorldSection, env: MutableMapping[str, str]) -> None:
 
 
 def client_context(env: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
-    """What HTTP clients of the run's servers verify with. True = as usual, because the run has no authority.
-
-    The machine's own authorities stay, as a domain's requests to other services use the same client.
-    """
+    """The context with which HTTP clients verify the run's servers. True = the usual one: the run has no authority."""
     if not env.get(CA_VARIABLE):
         return True
-    context = ssl.create_default_context()
+    context = ssl.create_default_context()  # a domain's requests to other services use the same client
     context.load_verify_locations(cadata=env[CA_VARIABLE])
     return context
 
 
 def redis_options(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Arguments of a redis client of a run with TLS, also before the run's configuration is known."""
+    """Arguments of a redis client of a run with TLS. They do not depend on the run's configuration."""
     authority = env.get(CA_VARIABLE) or (made_authority(env) if env.get(SECRET_VARIABLE) else None)
     return {"ssl": True} | ({"ssl_ca_data": authority} if authority else {})
 
@@ -72,10 +68,9 @@ def server_files(world: WorldSection, hostname: str, env: Mapping[str, str] = os
 
 
 def wire_contexts(secret: str, env: Mapping[str, str] = os.environ) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """Returns how a listener and a dialler of weights encrypt (TLS 1.3), None if the run has no TLS.
+    """Returns the contexts of a listener and a dialler of weights (TLS 1.3). None: the run has no TLS.
 
-    Both ends follow from the secret, also where HTTP uses certificates that were given: who shows this certificate
-    knows the secret.
+    Both follow from the secret, also if HTTP uses given certificates: this certificate proves the secret.
     """
     return _wire_contexts(secret) if secret and env.get(CA_VARIABLE) else None
 
@@ -86,7 +81,7 @@ def _wire_contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.TemporaryDirectory(prefix="tls-") as folder:
         listener.load_cert_chain(*_written(Path(folder), *made_server(WIRE_NAME, env)))
-    listener.num_tickets = 0  # nothing comes on a connection on which nothing was asked
+    listener.num_tickets = 0  # no bytes come unasked on a connection
     dialler = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     dialler.load_verify_locations(cadata=made_authority(env))
     for context in (listener, dialler):
@@ -130,7 +125,7 @@ def _key(env: Mapping[str, str], purpose: bytes) -> "Ed25519PrivateKey":
 def _certificate(
     subject: str, key: "Ed25519PrivateKey", names: tuple[str, ...], issuer: "Ed25519PrivateKey"
 ) -> "x509.Certificate":
-    """A certificate for ``names`` (none: of the authority itself). The same arguments give the same bytes."""
+    """A certificate for ``names`` (none: the authority's own). The same arguments give the same bytes."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
