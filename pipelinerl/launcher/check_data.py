@@ -6,7 +6,7 @@
     pipelinerl check --config-name=math --config-dir=conf train_dataset_names=[rows.jsonl]
 
 Reads the data as a run would, without one: no server, no GPU, no model. With --config-name the data sets are those of
-the experiment, and what stands behind are its keys. Exits with 2 if a run would refuse a data set, else with 0.
+the experiment, and DATA are its settings (key=value). Exits with 2 if a run would refuse a data set, else with 0.
 """
 
 import argparse
@@ -70,13 +70,7 @@ class Checked:
 
 
 def check(name: str, dataset: str, load: Callable[[], int]) -> Checked:
-    """Reads one data set.
-
-    Args:
-        name: the domain's.
-        dataset: the data set's.
-        load: returns how many problems it has. Raises ``DomainError`` where a run would.
-    """
+    """Reads one data set. ``load`` returns its number of problems and raises ``DomainError`` where a run would."""
     problems = 0
     with collected_reports() as reports:
         try:

@@ -62,9 +62,9 @@ SPARE_BYTES = 256 * 2**20
 LARGEST_SOCKET_PATH = 107
 """Bytes of a unix socket's path on Linux (`sun_path`), without the zero at its end."""
 SOCKET_NAME_BYTES = len("/") + len(str(uuid.UUID(int=0)))
-"""Of a socket that vLLM makes in its folder."""
+"""vLLM names a socket in its folder so."""
 TEMPORARY_BYTES = len(f"/{TEMPORARY_PREFIX}") + 8
-"""Of the folder that the launcher makes in `TMPDIR` for the roles that it starts itself: `tempfile` adds eight."""
+"""The launcher makes a folder in `TMPDIR` for the roles that it starts itself: `tempfile` adds eight characters."""
 
 
 StartCheck = Callable[[RunPlan], list[str] | None]
@@ -72,7 +72,7 @@ StartCheck = Callable[[RunPlan], list[str] | None]
 
 
 def checked(plan: RunPlan) -> RunPlan:
-    """Run every check, tell the warnings, and return the plan with `builds_model` set."""
+    """Run every check, print the warnings, and return the plan with `builds_model` set."""
     started, checking = time.monotonic(), ["the plan"]
     with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
         warnings = run_checks(plan, begin=checking.append)
@@ -117,14 +117,14 @@ class WrongFileError(ConfigError):
 
 
 def is_of_a_file_here(error: PipelineRLError) -> bool:
-    """Whether a refusal is about a data set or chat template of this machine, and not about one that is elsewhere."""
+    """Whether a refusal is about a data set or chat template that is on this machine."""
     names = error.names if isinstance(error, DatasetError) else ()
     files = [local[0] for name in names if (local := data_file(name))]
     return isinstance(error, WrongFileError) or any(os.path.exists(file) or matching(file) for file in files)
 
 
 def variables(plan: RunPlan) -> None:
-    """Refuse a reference to a variable that this launcher's environment does not have, or has with a wrong value."""
+    """Refuse a reference to an environment variable that is not set, or has a wrong value."""
     filled = with_values(plan.container, os.environ)
     try:
         checked_variables(filled["vllm_config"]["env"])
@@ -149,16 +149,14 @@ def open_files(plan: RunPlan) -> list[str]:
 
 
 def temporary_folder(plan: RunPlan) -> None:
-    """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names.
-
-    Ray's nodes have environments of their own.
-    """
+    """Refuse a folder for temporary files in which the sockets of vLLM's processes would have too long names."""
     launcher, variable = plan.config.launcher.engine, "VLLM_RPC_BASE_PATH"
     folder, most = os.environ.get(variable, ""), LARGEST_SOCKET_PATH - SOCKET_NAME_BYTES
     if not folder:
         variable, folder = "TMPDIR", tempfile.gettempdir()
         most -= TEMPORARY_BYTES
     excess = len(os.fsencode(folder)) - most
+    # Ray's nodes have environments of their own.
     is_used = launcher != "ray" and any(job.kind in SERVER_KINDS for job in plan.jobs)
     if excess > 0 and is_used:
         raise ConfigError(
@@ -188,7 +186,7 @@ def options_of_servers(plan: RunPlan) -> None:
 
 
 def stream_backend(plan: RunPlan) -> None:
-    """Make a stream backend of the user's own, and refuse one whose records hold no micro-batch. Opens no stream."""
+    """Refuse a stream backend of the user's own whose records hold no micro-batch. Opens no stream."""
     name, needed = plan.config.streams.backend, rules.machines.micro_batch_bytes(plan.config)
     if name in WITH_KEYS_OF_THEIR_OWN:
         return
@@ -207,7 +205,7 @@ def stream_backend(plan: RunPlan) -> None:
 
 
 def engine(plan: RunPlan) -> None:
-    """Refuse an engine of the user's own that cannot be imported or cannot run with the settings or the ranks."""
+    """Refuse an engine that cannot run with the settings or the ranks."""
     ranks = plan.world.trainer_world_size
     name = engine_of(plan.config, ranks)
     traits = traits_of(name)
@@ -251,7 +249,7 @@ def optimizer(plan: RunPlan) -> list[str]:
 
 
 def experts(plan: RunPlan) -> list[str]:
-    """Refuse what only a mixture of experts can do for a model without experts."""
+    """Refuse settings for experts if the model has none, or if its experts cannot be divided so."""
     config, options = plan.config, plan.config.vllm_config.vllm_kwargs
     parallel, dividing = options.get(EXPERT_PARALLEL) in (True, ""), config.finetune.expert_ranks or 1
     wanted = {
@@ -274,7 +272,7 @@ def experts(plan: RunPlan) -> list[str]:
 
 
 def memory(plan: RunPlan) -> list[str]:
-    """Refuse a plan that does not fit into GPU memory. Warn of one that nearly fills it, because it is an estimate."""
+    """Refuse a plan that does not fit into GPU memory. Warn of one that nearly fills it."""
     shape = find_model_shape(plan.config.model_path) if plan.world.accelerator == "cuda" else None
     detected = gpu_memory_bytes()
     if shape is None or not detected:
@@ -329,7 +327,7 @@ def disk(plan: RunPlan) -> list[str]:
 
 
 def store_of_weights(plan: RunPlan) -> None:
-    """Refuse a store that does not answer, or whose disk has no room for the versions that stay. Writes nothing."""
+    """Refuse a store that does not answer, or whose disk has no room for the versions that it keeps. Writes nothing."""
     from pipelinerl.weights.store.files import open_files
     from pipelinerl.weights.store.manifest import StoreError
 
@@ -393,11 +391,11 @@ def renderer(plan: RunPlan) -> None:
 
 
 def templates(plan: RunPlan) -> None:
-    """Refuse a chat template that is no Jinja, or no file. One that looks like no path may be the tokenizer's."""
+    """Refuse a chat template that is no Jinja, or no file."""
     for name, section in (("llm", plan.config.llm), ("test_llm", plan.config.test_llm)):
         chosen = section.chat_template
         if chosen is None or not (os.path.exists(chosen) or "/" in chosen or Path(chosen).suffix):
-            continue
+            continue  # a name without a path may be one of the tokenizer's templates
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
@@ -415,7 +413,7 @@ def objective(plan: RunPlan) -> None:
 
 
 def proxies(plan: RunPlan) -> None:
-    """Refuse a proxy of the site that cannot carry what rollouts ask of foreign services."""
+    """Refuse a proxy of the site that cannot carry the requests of rollouts to other services."""
     services = {f"judges.{judge.name}.url": judge.url for judge in plan.config.judges}
     services["sandbox_endpoint"] = plan.config.sandbox_endpoint or os.environ.get(ENDPOINT_VARIABLE)
     for key, url in services.items():

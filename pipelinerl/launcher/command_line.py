@@ -1,7 +1,7 @@
 """The command line of `python -m pipelinerl.launch --config-name=quickstart output_dir=results/quickstart`.
 
-A Hydra application over `conf/`. It imports nothing heavy before the command line has been parsed. If it refuses a
-command line, it prints one message on stderr and exits with code 2.
+A Hydra application over `conf/` that imports nothing heavy before the command line has been parsed. A refusal is one
+message on stderr and exit code 2.
 """
 
 import difflib
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = 
 
 
 def interruptible(program: Callable[[], int]) -> int:
-    """Runs a program and returns its exit code, that of a signal if one arrives before the launcher handles them."""
+    """Runs a program and returns its exit code: 128 + the signal's number if one comes before the launcher's loop."""
     with process_restored():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
@@ -67,7 +67,7 @@ def interruptible(program: Callable[[], int]) -> int:
 
 
 class Interrupted(BaseException):
-    """A stop signal arrived before the launcher's event loop handles them."""
+    """A stop signal arrived before the launcher's event loop handled it."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -131,7 +131,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
 
 
 def shares_folder(cfg: "DictConfig", arguments: Sequence[str]) -> bool:
-    """Whether all runs of a sweep would have one folder: it neither names another key nor is swept itself."""
+    """Whether all runs of a sweep would have one folder."""
     from omegaconf import OmegaConf
 
     is_swept = any(argument.lstrip("+").startswith("output_dir=") and "," in argument for argument in arguments)
@@ -146,11 +146,8 @@ def refuse(message: str) -> int:
 
 
 def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Returns the value of `--config-dir` and the other arguments.
-
-    Hydra must not see the option, because it would let the packaged names win over that folder.
-    """
-    found, rest = None, []
+    """Returns the value of `--config-dir` and the other arguments."""
+    found, rest = None, []  # if Hydra saw the option, packaged names would win over that folder
     waiting = iter(arguments)
     for argument in waiting:
         name, equals, value = argument.partition("=")
@@ -162,13 +159,8 @@ def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
-    """Rewrites the user's arguments for Hydra.
-
-    Options come first, because its parser needs all overrides next to each other. A needless `+` before a key of the
-    configuration is removed, and a mapping gets the one with which Hydra merges it. Hydra is told to write no files of
-    its own.
-    """
-    options: list[str] = []
+    """Rewrites the user's arguments for Hydra, which then writes no files of its own."""
+    options: list[str] = []  # first, because Hydra's parser needs all overrides next to each other
     overrides: list[str] = []
     waiting_for_value = False
     for argument in arguments:
@@ -196,7 +188,7 @@ def with_right_plus(override: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as the value of an override that means just this text, whatever Hydra's grammar has for it.
+    """Returns a text as a quoted value of Hydra's grammar.
 
     >>> quoted("runs/a, b")
     '"runs/a, b"'
@@ -208,7 +200,7 @@ def quoted(text: str) -> str:
 def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[dict[str, Any], "Config"]:
     """Returns an experiment's configuration, plain and typed, for a command that starts no run.
 
-    Nothing that only a run needs must be given.
+    Keys that a run must be given may be missing.
 
     Raises:
         PipelineRLError: the configuration cannot be composed, or its values do not fit.
@@ -234,10 +226,9 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None
 
 
 def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
-    """Describes an error of Hydra or YAML in one line, with a suggestion.
+    """Describes an error of Hydra, OmegaConf or PyYAML in one line, with a suggestion.
 
     Args:
-        error: what Hydra, OmegaConf or PyYAML raised.
         names: the configurations that exist.
     """
     from hydra.errors import MissingConfigException, OverrideParseException
@@ -278,7 +269,7 @@ def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
 
 
 def explain_file(error: Exception, config_dir: str | None) -> str:
-    """Describes an error of Python's that Hydra met in a file of the configuration."""
+    """Describes an error that Python raised while Hydra read a file of the configuration."""
     files = [path for folder in search_path(config_dir) for path in sorted(folder.rglob("*.yaml")) if path.is_file()]
     if isinstance(error, UnicodeDecodeError):
         wrong = [str(path) for path in files if error.object in path.read_bytes()]
@@ -289,13 +280,13 @@ def explain_file(error: Exception, config_dir: str | None) -> str:
 
 
 def siblings_of(error: Exception) -> list[str]:
-    """The keys of the section in which an override found none of its name."""
+    """The keys of the section in which an override's key is unknown."""
     section = getattr(error.__cause__, "parent_node", None)
     return [str(name) for name in section] if isinstance(section, Mapping) else []
 
 
 def explain_new_key(key: str, siblings: Sequence[str]) -> str:
-    """Explains a key that a section with keys of the user's own does not have."""
+    """Explains an unknown key of a section that takes keys of the user's own."""
     section, _, name = key.rpartition(".")
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if near:

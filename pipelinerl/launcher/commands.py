@@ -92,7 +92,7 @@ def rank_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
 
 
 def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that this job has in addition to inherited ones. `env` is the launcher's environment."""
+    """Return the variables that this job has in addition to inherited ones."""
     variables = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -123,7 +123,7 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
 
 
 def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment `env` without the variables that concern only the launcher."""
+    """Return an environment without the variables that concern only the launcher."""
     return {
         name: value
         for name, value in env.items()
@@ -132,10 +132,7 @@ def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_script(command: RoleCommand, cwd: Path) -> str:
-    """Return a shell script that starts the role by hand as the launcher does, from the folder `cwd`.
-
-    The script takes the secrets from the environment and fails without them.
-    """
+    """Return a shell script that starts the role by hand from the folder `cwd`. It fails without the run's secret."""
     pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
     lines = ["#!/bin/sh", f"# {command.name}, as the launcher starts it. Secrets come from the environment."]
     lines.append(f': "${{{SECRET_VARIABLE}:?the per-run secret must be in the environment}}"')

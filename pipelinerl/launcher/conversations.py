@@ -1,7 +1,4 @@
-"""Conversations to imitate before the start: whether they can be read, and the steps that their epochs take.
-
-The rows are read as the preprocessor reads them. Whether the chat template can render them is known when it does.
-"""
+"""Conversations to imitate, before the start: whether they can be read, and the steps that their epochs take."""
 
 import functools
 import math
@@ -32,7 +29,7 @@ def steps_of(config: Config, overrides: Sequence[str]) -> int:
 
 
 def check_conversations(config: Config) -> list[str]:
-    """Refuse data sets that cannot be read. Returns what of them is left out."""
+    """Refuse data sets that cannot be read. Returns notes about rows that are left out."""
     names = (*config.sft.datasets, *config.sft.test_datasets)
     return [note for name in names for note in read_report(name, config.sft.max_left_out).notes()]
 

@@ -1,8 +1,7 @@
 """This launcher among those of the other nodes: it holds a lease, reads theirs, and ends with them.
 
 Consumes: the leases of the run's launchers, every `LOOK_S`. Produces: its own lease. Waits for: nothing, except that a
-follower waits for its leader before the start. Ends: with the supervisor. `peers` reads what the leases say, and
-`losses` decides what follows.
+follower waits for its leader before the start. Ends: with the supervisor.
 """
 
 import asyncio
@@ -45,18 +44,13 @@ log = logging.getLogger(__name__)
 LONGEST_LOOK_S = 10.0
 """One look at a store that is away counts for no more than this, so that a frozen launcher does not give up."""
 HEARD_S = 5.0
-"""How long a launcher that ends waits until the others have seen it."""
+"""An ending launcher waits this long until the others have read its lease: ten looks. It delays an end by no more."""
 RIVAL_S = 3 * LONGEST_PAUSE_S
-"""How long a leader looks whether another one renews its lease, which a loaded machine may delay by one renewal."""
+"""How long a leader watches for another one's renewals, of which a loaded machine may delay one."""
 
 
 class Coordination(PeerLaunchers):
-    """This launcher among the others.
-
-    Args:
-        store: holds the leases.
-        say: tells the user a line.
-    """
+    """This launcher among the others. ``say`` prints a line for the user."""
 
     def __init__(self, peers: PeerPlan, store: LeaseStore, say: Callable[[str], None]):
         self._peers, self._store, self._say = peers, store, say
@@ -110,7 +104,7 @@ class Coordination(PeerLaunchers):
         )
 
     async def _meetings(self, limit_s: float) -> AsyncIterator[tuple[Observed, str]]:
-        """Look at the leases again and again for so long. The text says why that was not possible."""
+        """Yield the leases every `LOOK_S` until `limit_s`. The text is the store's error, if there was one."""
         seen, deadline = Observed(), time.monotonic() + limit_s
         while time.monotonic() < deadline:
             trouble = ""
@@ -124,7 +118,7 @@ class Coordination(PeerLaunchers):
             await asyncio.sleep(LOOK_S)
 
     async def _may_follow(self, lease: Lease, note: LauncherNote, seen: Observed) -> bool:
-        """Whether this launcher may start now. It tells the leader if their configurations differ."""
+        """Whether this launcher may start now. The leader is told if their configurations differ."""
         peers = self._peers
         if note.ending is not None:
             raise PipelineRLError(f"{peers.name_of(0)} ended the run: {note.reason or note.ending}")
@@ -144,8 +138,8 @@ class Coordination(PeerLaunchers):
         self._registration = Registration(self._store, lease, life=self._life, on_taken=self._taken.set)
 
     def _life(self) -> float:
-        """The looks at the others are the sign of life. Before the first one the run folder is made ready."""
-        return self._looks or time.monotonic()
+        """A value that changes while this launcher is alive: the number of its looks at the others."""
+        return self._looks or time.monotonic()  # before the first look the run folder is made ready
 
     def _note(self, **fields: Any) -> LauncherNote:
         return LauncherNote(digest=self._peers.digest, secret_mark=self._peers.mark, **fields)
@@ -195,7 +189,7 @@ class Coordination(PeerLaunchers):
         self._update(lambda note: {"actors_done": (*note.actors_done, name)})
 
     async def tell_end(self, ending: Ending) -> None:
-        """Write the ending into the lease. The leader waits until its followers have read it, because redis ends."""
+        """Write the ending into the lease. The leader waits until its followers have read it: its redis ends next."""
         if self._registration is None:
             return
         deadline = time.monotonic() + HEARD_S

@@ -1,14 +1,8 @@
 """Tries the domain before the run does: `python -m pipelinerl.launcher.domain_check < configuration as JSON`.
 
-Imports the rollout function and the loader, checks how they can be called, loads the problems and plays a few rollouts
-against a scripted model. Answers {"refusal": text or null, "names": of the data sets that it is about, "warnings":
-[text]}. It refuses only what would fail in the run as well, and metrics that the run would have to leave out. A slow
-loader or a service that is not up gives a warning.
-
-A `TrialFailure` of these rollouts is *certain* only if the run would fail in the same way: the domain asks a problem
-for a key that the loader did not provide, returns something other than a `RolloutResult`, or raises the same error at
-the same place for every problem and answer. A metric of an unclear name is certain, too. A failure that involves the
-network is never certain.
+Loads the problems and plays a few rollouts against a scripted model. Answers {"refusal": text or null, "names": data
+sets that it is about, "warnings": [text]}. It refuses only what would fail in the run as well, and metrics that the run
+would have to leave out. A slow loader or a service that is not up gives a warning.
 """
 
 import argparse
@@ -52,7 +46,7 @@ OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportE
 
 
 class TrialFailure(Exception):
-    """What a domain did wrong. `certain`: the run would fail too."""
+    """A mistake of a domain. `certain`: the run would fail in the same way, and no network is involved."""
 
     def __init__(self, message: str, *, certain: bool):
         super().__init__(message)
@@ -76,12 +70,10 @@ class WatchedProblem(dict[str, Any]):
 
 
 async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]) -> None:
-    """Play one rollout per scripted answer, concurrently.
+    """Play one rollout per scripted answer, concurrently, on evenly spaced problems.
 
     Args:
         cfg: the configuration as the domain gets it.
-        rollout: the domain's rollout function.
-        problems: the training problems, from which four evenly spaced ones are taken.
 
     Raises:
         TrialFailure: a result has the wrong type, or all rollouts failed.
@@ -117,10 +109,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
 async def right_answers(
     cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]
 ) -> str | None:
-    """Play four problems with their own answers. Returns a warning if none is paid in a form that the prompt asks for.
-
-    The arguments are those of `try_rollouts`.
-    """
+    """Play four problems with their own answers. Returns a warning if the form that the prompt asks for is not paid."""
 
     async def play(problem: dict[str, Any], reply: Callable[[str], str]) -> Any:
         return await asyncio.wait_for(rollout(cfg, scripted_llm(cfg, reply), problem, session), ROLLOUT_TIMEOUT_S)
@@ -131,7 +120,7 @@ async def right_answers(
 
 
 def scripted_llm(cfg: DictConfig, answer: str | Callable[[str], str]) -> TrainableLLM:
-    """Return a model that has the run's sampling parameters, and the same answer to every request or one by prompt."""
+    """Return a model with the run's sampling parameters and this answer. A function answers each prompt."""
     return FakeLLM.saying(
         (lambda prompt: answer) if isinstance(answer, str) else answer,
         tokenizer=ByteTokenizer(OmegaConf.select(cfg, "model_path") or ""),
@@ -180,10 +169,9 @@ IMAGE = "\ufffc"
 
 
 class ByteTokenizer:
-    """A tokenizer with one token per byte and one that ends a message, which is enough for rendering and parsing.
+    """A tokenizer with one token per byte, one that ends a message, and ``model``'s placeholder of images.
 
-    An image is the token that stands for one in ``model``, if that takes images. A real tokenizer would take a second
-    to import.
+    A real tokenizer would take a second to import.
     """
 
     all_special_ids = (END_TOKEN,)
@@ -195,7 +183,7 @@ class ByteTokenizer:
 
     @property
     def name_or_path(self) -> str:
-        """The model. Raises ``TokenizerLimitError`` if it is not here yet, so that nobody knows what it takes."""
+        """The model. Raises ``TokenizerLimitError`` if its configuration is not on this machine yet."""
         if placeholder_id(self._model) is None and not (Path(self._model) / "config.json").is_file():
             raise TokenizerLimitError("name_or_path")
         return self._model
@@ -239,10 +227,7 @@ class Encoding:
 
 
 class OutOfTimeError(BaseException):
-    """The deadline of the check passed, which does not show that the domain is wrong.
-
-    It is a `BaseException` so that an `except Exception` in the domain does not catch it.
-    """
+    """The deadline of the check passed. A `BaseException`, so that an `except Exception` in the domain misses it."""
 
 
 def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
@@ -284,9 +269,9 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
 
 
 def check_data_sets(loader: str, problems: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse data sets of which the metrics would be taken for other ones. One alone has no metrics of its own."""
+    """Refuse names of data sets whose metrics would be mistaken for others."""
     names = sorted({dataset_of(problem) for problem in problems})
-    for name in names if len(names) > 1 else ():
+    for name in names if len(names) > 1 else ():  # one alone has no metrics of its own
         if (group := name.partition("/")[0]) in METRIC_GROUPS or not name:
             raise DomainError(
                 f"{loader}: the `dataset` of a training problem is {name!r}: its metrics would be {name}/reward and so "

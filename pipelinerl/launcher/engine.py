@@ -1,7 +1,4 @@
-"""What an engine is: it runs the processes of the run's roles, on this node or wherever a platform has room.
-
-An engine starts, watches and ends processes, and tells of their losses. `losses` decides what follows.
-"""
+"""The interface of an engine, which starts, watches and ends the roles' processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ class RoleEngine(Protocol):
         ...
 
     async def exit_of(self, name: str) -> RoleExit | NodeLost:
-        """Wait for the end of a role that was started: its exit, of which no process is left, or its node's loss."""
+        """Wait for the end of a role that was started, when no process of it is left, or for the loss of its node."""
         ...
 
     async def watch(self) -> None:
@@ -41,6 +38,6 @@ class RoleEngine(Protocol):
 
         Args:
             orderly: end working roles before the roles that serve them, and call ``report`` before the stores end.
-            may_save: give trainers time to save a step that is not saved. False: they could not, so they get none.
+            may_save: give trainers time to save a step that is not saved.
         """
         ...

@@ -4,9 +4,9 @@
     pipelinerl evaluate Qwen/Qwen2.5-7B --config-name=math --k 1,4 eval.max_problems=100
     pipelinerl evaluate results/x/exports/step_40 --config-name=math 'debug.existing_llms=[http://127.0.0.1:8080]'
 
-Servers, verifiers and rollouts are those of a run (`debug.mode=evaluation`), on all devices. Nothing is resumed and
-nothing stays: the run folder is a temporary one, unless --keep names it. Prints pass@k per data set with intervals of
-95 %. The launcher's lines go to stderr. Exits with 1 if attempts have no result.
+Starts servers, verifiers and rollouts as a run does (`debug.mode=evaluation`), on all devices. Nothing is resumed, and
+the run folder is deleted at the end unless --keep names it. Prints pass@k per data set with intervals of 95 %. The
+launcher's lines go to stderr. Exits with 1 if attempts have no result.
 """
 
 import argparse
@@ -79,10 +79,9 @@ def estimate(tallies: Iterable[Tally], k: int) -> Estimate | None:
 
 
 def effective_size(values: Sequence[float]) -> float:
-    """Number of single trials whose mean varies as much as that of these values in [0, 1], p(1 − p) / se² (Kish).
+    """Number of single trials whose mean varies as much as the mean of these values in [0, 1]: p(1 − p) / se² (Kish).
 
-    Problems are the sample, so the standard error is that of the mean over problems. Where all values agree it is the
-    number of problems. Where they nearly agree, as pass@k near 1 does, it exceeds the attempts and knows too much.
+    Problems are the sample. If all values agree it is their number. If they nearly agree, it exceeds the attempts.
     """
     count, mean = len(values), sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0
@@ -156,7 +155,7 @@ def chosen_ks(text: str | None, attempts: int) -> list[int]:
 
 
 def arguments_of(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the launcher's command line. The user's settings come last."""
+    """Return the launcher's command line, with the user's settings last."""
     config_name, config_dir = args.config_name, args.config_dir
     path, run = Path(args.model), run_of(args.model)
     if run is not None and path.parent.is_dir() and not path.exists():  # else it may be a name on the hub
@@ -196,7 +195,7 @@ def evaluated(found: Mapping[str, Any], attempts: int, ks: Sequence[int]) -> dic
 
     Args:
         found: the evaluation's figures (`inspect.debug_run`).
-        attempts: that were asked for.
+        attempts: the number that `--attempts` names.
         ks: values of k, ascending.
     """
     by_set = {name: [Tally(*pair) for pair in pairs] for name, pairs in sorted(found["outcomes"].items())}

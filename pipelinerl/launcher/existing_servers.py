@@ -18,7 +18,7 @@ from pipelinerl.streams.codec import Codec
 from pipelinerl.world.proxies import own_client
 
 TIMEOUT_S = 60.0
-"""The first request to a server that has just started is slow."""
+"""The first request to a server that has just started is slow: it compiles kernels."""
 REFUSED, UNKNOWN = (401, 403), (404, 405)
 
 _codec: Codec[AnswerRequest] = Codec(AnswerRequest)

@@ -1,7 +1,6 @@
 """The live line of the launcher: redrawn on a terminal, printed every 30 s of silence to files and pipes.
 
-A thread calls a function that describes the current state and shows its text. It never decides anything. `RunLine` is
-that function for a run whose roles are working. It reads their status files and the actor's newest metrics.
+Nothing here decides anything. `RunLine` describes a run from the roles' status files and the actor's newest metrics.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ SPEED_WINDOW_S = 30.0
 
 
 class Voice:
-    """Prints everything that the launcher tells the user. A closed terminal does not end the run.
+    """Prints the launcher's lines. A closed terminal does not end the run.
 
     Args:
-        log: called with every line that is said, but not with redrawn live lines.
-        repeat_s: seconds of silence after which the live line is said if it cannot be redrawn.
+        log: called with every line, but not with redrawn live lines.
+        repeat_s: seconds of silence after which the live line is printed if it cannot be redrawn.
     """
 
     def __init__(self, log: Callable[[str], None], repeat_s: float = REPEAT_S):
@@ -44,7 +43,7 @@ class Voice:
         self.show(shown(line))
 
     def show(self, text: str) -> None:
-        """Print a text that is not logged. If nobody reads it (`| head -1`, a full disk), later ones go nowhere."""
+        """Print a text without logging it. If the output is closed (`| head -1`) or full, later ones go nowhere."""
         try:
             print(text, flush=True)
         except OSError as error:
@@ -93,7 +92,7 @@ class Voice:
 
 
 class RunLine:
-    """The live line of a run. Each call returns the current text and updates the speed of the optimizer steps."""
+    """The live line of a run. Each call returns the current text."""
 
     def __init__(
         self,
@@ -153,14 +152,14 @@ def describe_run(
     """Describe the phase of the run in one line, with its duration, the progress and the failed rollouts.
 
     Args:
-        statuses: statuses of the roles, by name.
-        metrics: the actor's newest metrics.
-        now: Unix time, like `since`.
-        since: when the roles were started.
+        statuses: by role.
+        metrics: the actor's newest.
+        now: Unix time.
+        since: Unix time of the roles' start.
         step: newest optimizer step.
         last: number of optimizer steps of the run.
         speed: optimizer steps per second. None = not known yet.
-        has_rollouts: whether the run has rollouts and evaluations (not `stage: sft`).
+        has_rollouts: False for `stage: sft`.
     """
     evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
     starting = {name: status for name, status in statuses.items() if is_starting(status)}

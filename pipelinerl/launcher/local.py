@@ -35,13 +35,7 @@ class Running:
 
 
 class LocalEngine:
-    """Runs the roles of this node.
-
-    Args:
-        host: what they share.
-        jobs: their names.
-        say: tells the user a line.
-    """
+    """Runs the roles of this node, named by ``jobs``. ``say`` prints a line for the user."""
 
     def __init__(self, host: Host, jobs: Sequence[str], limits: LauncherSection, say: Callable[[str], None]):
         self._host, self._limits, self._say = host, limits, say
@@ -86,10 +80,10 @@ class LocalEngine:
             role.process.wait()
 
     def stop_kinds(self, kinds: Collection[str], limit_s: float, *, may_save: bool) -> list[str]:
-        """Ask the roles of these kinds to end, wait for it, and return those that did not.
+        """Ask the roles of these kinds to end, wait for it, and return the names of those that did not.
 
         Args:
-            may_save: whether a trainer with an unsaved step gets time to save it.
+            may_save: whether a trainer with an unsaved step gets `launcher.save_timeout_s`.
         """
         running = {name: role.process for name, role in self._running.items() if role.command.kind in kinds}
         statuses = read_statuses(self._host.run_dir)

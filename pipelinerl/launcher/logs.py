@@ -15,13 +15,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ROLE_FAILED = "event=role_failed reason="
-"""What the last log line of a failed role says before the error (`observability.role`)."""
+"""Stands before the error in a failed role's last log line (`membership.role`)."""
 ABOVE = re.compile("root cause|error is above")
-"""In the last words of a server whose engine, a process of its own, has failed."""
+"""A server's last line if its engine, a process of its own, has failed."""
 ENGINE_LINE = re.compile(r"(?:(\((?:Engine|\w*Worker)[^)]* pid=\d+\)) ERROR [^]]*\] ?)?(.*)", re.DOTALL)
-"""The process and the words of a line of an engine or of its workers. No process: any other line."""
+"""Process and text of an error line of an engine or its workers. Any other line has no process."""
 LEVEL = re.compile(r"(?:\([^)]*\) )?(?:[\d.:-]+ |\[)*(DEBUG\b|INFO\b|WARNING\b|ERROR\b|CRITICAL\b|[IWEF]\d{4} )")
-"""The level of a line: of ours, of vLLM's after the process's name, and of torch's C++ libraries after a bracket."""
+"""The level in a line of ours, of vLLM's (after the process's name), or of torch's C++ libraries (after a bracket)."""
 
 
 def earlier(path: Path) -> Path:
@@ -69,8 +69,7 @@ def last_lines(path: Path, tail_bytes: int) -> list[str]:
 def last_error_line(log_path: Path, tail_bytes: int = 2**18, *, since: int = 0) -> str:
     """Return the line of a log that best explains why its role ended: its last error, never a warning or a note.
 
-    A line without a level is an error if it names one, as the last line of a traceback does. If there is none, the
-    last line is it, unless it is a note: `Killed`. Bytes before ``since`` are left out, if the log was not cut.
+    Without an error it is the last line, such as `Killed`. Bytes before ``since`` are left out, if the log was not cut.
     """
     newer = length_of(log_path) - since
     lines = last_lines(log_path, min(newer, tail_bytes) if since and newer >= 0 else tail_bytes)
@@ -94,7 +93,7 @@ def last_error_line(log_path: Path, tail_bytes: int = 2**18, *, since: int = 0) 
 
 
 def first_raised(lines: Iterable[str]) -> str:
-    """Return the first exception that a server's engine logged, or that ended its process. Empty if there is none."""
+    """Return the first exception that an engine logged, or that ended its process. Empty if there is none."""
     tracebacks, found, before = set[str](), dict[bool, str](), ""
     for line in lines:
         process, text = ENGINE_LINE.findall(line)[0]

@@ -1,7 +1,6 @@
 """What the loss of a process, a node or the leader means for the run: one event in, one decision out. Pure.
 
-The supervisor, the launchers that follow each other's leases, and Ray's engine see losses and carry decisions out. None
-of them decides itself. The table in docs/cluster.md says the same, and a contract test compares it row by row.
+A contract test compares it with the table in docs/cluster.md row by row.
 """
 
 import signal
@@ -17,16 +16,16 @@ from pipelinerl.membership.role import EXIT_DISK_FULL, EXIT_FAILED, EXIT_LEFT
 from pipelinerl.world.placement import SERVER_KINDS
 
 MAX_BACKOFF_S = 30.0
-"""What a restart waits for (a port, memory of the last process, a mount) comes within this, or not by waiting."""
+"""A port, memory of the last process or a mount is free within this time, or not by waiting."""
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
 """Kinds whose exit code 0 means done. All other kinds serve until the launcher stops them."""
 FIXED = ("redis", "verifier", "environment")
 """Kinds that other roles find at the address of the world map only, so that they cannot move."""
 LEAVES_ALONE = ("SIGTERM", "SIGHUP")
-"""A node whose roles may all be missing leaves the run alone by these signals. Ctrl-C ends the run everywhere."""
+"""By these signals a node whose roles may all be missing leaves the others running. Ctrl-C ends the run everywhere."""
 
 Departure = Literal["refused", "failed", "lost", "stopped", "done"]
-"""How the launcher of a node ended. It is lost if it says nothing any more."""
+"""How the launcher of a node ended. `lost`: its lease ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +47,23 @@ class ProcessLost:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost:
-    """A node is not in the run any more."""
+    """A node has left the run."""
 
     name: str
     how: Departure = "lost"
     reason: str = "is lost"
-    """Of a stop, the name of the signal. Of a node that is lost, what follows its name in a sentence."""
+    """For a stop the name of the signal. For a lost node the rest of a sentence that begins with its name."""
     kinds: Collection[str]
-    """Of the roles that ran there."""
+    """Kinds of its roles."""
     elsewhere: Collection[str]
-    """Kinds of the roles on nodes that are left."""
+    """Kinds of the other nodes' roles."""
     is_placed_again: bool = False
     """Whether a platform finds another place for the roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderLost:
-    """The launcher that this one follows does not lead it any more."""
+    """The launcher that this one follows has stopped leading it."""
 
     name: str
     how: Departure = "lost"
@@ -102,12 +101,12 @@ class Decision:
 
     @property
     def exit_code(self) -> int:
-        """Of the launcher, if the run ends."""
+        """The launcher's exit code if the run ends."""
         return exit_code_of(self.ending, self.reason)
 
 
 def exit_code_of(ending: EndKind, reason: str) -> int:
-    """Return the launcher's exit code. ``reason``: of a run that was stopped, the name of the signal."""
+    """Return the launcher's exit code. For a stopped run ``reason`` is the name of the signal."""
     match ending:
         case "done":
             return 0
@@ -173,10 +172,8 @@ def _after_node(loss: NodeLost) -> Decision:
 
 
 def may_be_missing(kinds: Collection[str], elsewhere: Collection[str]) -> bool:
-    """Whether the run goes on while roles of these kinds are missing, because they can join it again.
-
-    Clients find verifiers by the world map, so these may be missing only where another node has one.
-    """
+    """Whether the run goes on while roles of these kinds are missing, because they can join it again."""
+    # Clients find verifiers by the world map, so another node must have one.
     return all(kind in JOINING and (kind != "verifier" or kind in elsewhere) for kind in kinds)
 
 

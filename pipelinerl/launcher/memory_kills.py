@@ -1,6 +1,6 @@
-"""Tells that the kernel ended a process of this container for memory: its cgroup counts them (versions 1 and 2).
+"""Finds processes of this container that the kernel killed for memory, by its cgroup's counter (versions 1 and 2).
 
-Programs in the sandbox have cgroups of their own, whose counters are others.
+Programs in the sandbox have cgroups and counters of their own.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 RECENT_S = 60.0
-"""A role ends so long after the kernel has ended a process of it, its engine for example, at most."""
+"""A role ends within this time after the kernel has killed a process of it, such as its engine."""
 FILES = (("memory.events.local", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes"))
 """Counter and limit of either version."""
 NO_LIMIT = 2**60
@@ -20,14 +20,14 @@ LOWER = {
     "finetune": "finetune.seq_length, switch finetune.cpu_offload off, or take a smaller model",
     "verifier": "verifier.workers or verifier.memory_mb",
 }
-"""What needs less memory, by kind of role."""
+"""Settings that reduce memory, by kind of role."""
 
 
 class MemoryKills:
-    """Follows the counter. Ask it now and then, because what it counted may not be new.
+    """Follows the counter. Call `look` regularly, so that only recent kills explain an exit.
 
     Args:
-        own: says the cgroup of this process.
+        own: file with the cgroup of this process.
         root: where cgroups are mounted.
     """
 
@@ -41,7 +41,7 @@ class MemoryKills:
             self._seen, self._risen = count, time.monotonic()
 
     def why(self, kind: str) -> str | None:
-        """Return why a role of this kind has ended, if the kernel has ended a process for memory just now."""
+        """Return why a role of this kind has ended, if the kernel killed a process within `RECENT_S`."""
         self.look()
         if time.monotonic() - self._risen >= RECENT_S:
             return None
@@ -59,13 +59,13 @@ class MemoryKills:
 
 
 def find_files(own: Path, root: Path) -> tuple[Path, Path] | None:
-    """Return the counter and the limit of this process's cgroup. In a container its path may be the host's."""
+    """Return the counter and the limit of this process's cgroup."""
     for line in read(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         for mount in (root / "memory", root):
-            for folder in (mount / path.lstrip("/"), mount):
+            for folder in (mount / path.lstrip("/"), mount):  # in a container the path may be the host's
                 for counter, limit in FILES:
                     if (folder / counter).is_file():
                         return folder / counter, folder / limit

@@ -1,8 +1,7 @@
 """Tries the objective: `python -m pipelinerl.launcher.objective_check < configuration as JSON`.
 
-Calls the policy loss, and an advantage that the user wrote, with a few made-up numbers, as trainer and preprocessor
-will. Prints one JSON object {"refusal": text or null} as its last line. It is a separate process because it runs the
-user's code and loads torch.
+Calls the policy loss, and an advantage that the user wrote, with made-up numbers, as trainer and preprocessor will.
+Answers {"refusal": text or null}.
 """
 
 from collections.abc import Callable

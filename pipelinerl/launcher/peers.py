@@ -1,8 +1,7 @@
 """What the leases of a run's launchers mean for one of them. Pure.
 
-A world of several nodes has one launcher on each. Every launcher holds the lease `launcher_<rank>`, which runs out
-after `launcher.node_timeout_s`. Rank 0 leads. The others follow one incarnation of its lease. This module reads from
-the leases who is lost, and how. `losses` decides what follows.
+Every node has a launcher, which holds the lease `launcher_<rank>` of length `launcher.node_timeout_s`. Rank 0 leads,
+the others follow one incarnation of its lease.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from pipelinerl.world import WorldMap
 
 KIND = "launcher"
 REASON_CHARS = 4000
-"""Of a reason in a lease, which all nodes read twice a second."""
+"""Longest reason in a lease, which all nodes read twice a second."""
 
 PeerLauncherState = Literal["awaited", "here"] | Departure
 FIRST_CAUSES: tuple[Departure, ...] = ("refused", "failed", "lost", "stopped", "done")
@@ -31,7 +30,7 @@ FIRST_CAUSES: tuple[Departure, ...] = ("refused", "failed", "lost", "stopped", "
 
 
 class PeerLauncher(NamedTuple):
-    """A follower as its leader sees it."""
+    """A follower's state in the view of its leader."""
 
     state: PeerLauncherState = "awaited"
     reason: str = ""
@@ -39,24 +38,24 @@ class PeerLauncher(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPlan:
-    """The launchers of a run, as one of them knows them before it has met the others."""
+    """The launchers of a run, planned before they meet."""
 
     rank: int
     hosts: tuple[str, ...]
     jobs: tuple[tuple[str, ...], ...]
     """Names of the jobs of each node."""
     digest: str
-    """Of configuration and world."""
+    """Digest of configuration and world."""
     mark: str
     """`secret_mark` of the run's secret."""
     place: str
     """Where the leases are, for messages."""
     startup_s: float
-    """How long launchers wait for each other."""
+    """Launchers wait this long for each other."""
     silence_s: float
-    """Length of the leases: a launcher that has not renewed its lease for so long is lost."""
+    """Length of the leases."""
     away_s: float
-    """How long a follower goes on that cannot read the leases."""
+    """A follower goes on for this long without reading the leases."""
 
     def name_of(self, rank: int) -> str:
         return f"node {rank} ({self.hosts[rank]})"
@@ -93,7 +92,7 @@ def plan_peers(
         container: the configuration. All launchers must have the same one, except for their folders.
         env: environment with the shared secret.
         place: where the leases are, for messages.
-        on_redis: whether they are on redis, the run's own or another one.
+        on_redis: whether they are on redis.
 
     Raises:
         ConfigError: the secret is missing or too short.
@@ -137,7 +136,7 @@ def refusal_of(peers: PeerPlan, rank: int, note: LauncherNote) -> str | None:
 
 
 def living_leader(seen: Observed) -> tuple[Lease, LauncherNote] | None:
-    """Return the leader's lease if it was seen to be renewed. That of one that crashed never is."""
+    """Return the leader's lease and note if it was renewed. A crashed leader's never is."""
     lease = seen.alive().get(LEADER)
     if lease is None or lease.launcher is None or not seen.sightings[LEADER].is_renewed:
         return None
@@ -145,13 +144,13 @@ def living_leader(seen: Observed) -> tuple[Lease, LauncherNote] | None:
 
 
 def is_free(seen: Observed, rank: int, follows: str = "") -> bool:
-    """Whether no launcher of this rank, of those that follow this leader, lives or has lived until just now.
+    """Whether no launcher that follows this leader holds a lease of this rank.
 
     Args:
         follows: incarnation of the leader's lease. Empty for the leader's own rank.
 
     Raises:
-        ConfigError: one lives, because it has renewed its lease.
+        ConfigError: one has renewed its lease, so it lives.
     """
     held = seen.alive().get(lease_name(rank))
     if held is None or (note := held.launcher) is None or note.follows != follows or note.ending is not None:
@@ -162,9 +161,9 @@ def is_free(seen: Observed, rank: int, follows: str = "") -> bool:
 
 
 def with_vanished(observed: Observed, leases: Mapping[str, Lease]) -> dict[str, Lease]:
-    """Return the leases with those of launchers that vanished, as if they were not renewed any more.
+    """Return the leases and the last ones of launchers that vanished, which then count as silent.
 
-    A store that lost its contents gets all leases again from their holders.
+    Their holders write all leases again to a store that lost its contents.
     """
     known = {name: sighting.lease for name, sighting in observed.sightings.items() if sighting.lease.kind == KIND}
     return {**known, **leases}
@@ -173,11 +172,11 @@ def with_vanished(observed: Observed, leases: Mapping[str, Lease]) -> dict[str, 
 def see_followers(
     peers: PeerPlan, leader: str, observed: Observed, before: Mapping[int, PeerLauncher]
 ) -> dict[int, PeerLauncher]:
-    """Return how the followers of this leader are.
+    """Return the state of each follower by rank.
 
     Args:
         leader: incarnation of the leader's lease.
-        before: the result for the last look.
+        before: the result of the last look.
     """
     return {rank: _see(peers, leader, observed, rank, before.get(rank, PeerLauncher())) for rank in peers.followers}
 
@@ -203,7 +202,7 @@ def silence(peers: PeerPlan) -> str:
 
 
 def judge_follower(peers: PeerPlan, rank: int, follower: PeerLauncher) -> Decision | None:
-    """Decide what follows if this follower has ended or is lost. None: it has not come yet, or it is here."""
+    """Decide what follows if this follower has ended or is lost. None: it is awaited or here."""
     if follower.state == "awaited" or follower.state == "here":
         return None
     others = peers.kinds_on(other for other in range(len(peers.hosts)) if other != rank)
@@ -215,7 +214,7 @@ def end_by_followers(peers: PeerPlan, seen: Mapping[int, PeerLauncher], waited_s
     """Return how the leader ends because of its followers. None: it goes on.
 
     Args:
-        waited_s: seconds since the leader began to wait for them.
+        waited_s: seconds since the leader's first look.
     """
     for state in FIRST_CAUSES:
         for rank in (rank for rank, follower in seen.items() if follower.state == state):
@@ -244,7 +243,7 @@ def end_by_leader(peers: PeerPlan, leader: str, observed: Observed, away_s: floa
 
     Args:
         leader: incarnation that it follows.
-        away_s: for how long the leases could not be read.
+        away_s: seconds without reading the leases.
     """
     name = peers.name_of(0)
     if away_s:
@@ -266,7 +265,7 @@ def end_by_leader(peers: PeerPlan, leader: str, observed: Observed, away_s: floa
 
 
 def status_lines(peers: PeerPlan, before: Mapping[int, PeerLauncher], now: Mapping[int, PeerLauncher]) -> list[str]:
-    """Return what the leader tells the user about its followers since the last look."""
+    """Return the leader's lines for the user about changes since the last look."""
     lines = []
     for rank, follower in now.items():
         was, peer = before.get(rank, PeerLauncher()), peers.name_of(rank)

@@ -1,8 +1,7 @@
 """Starts, marks, pins, awaits and stops the run's processes on this node. Each role has its own session.
 
-Every process of a run carries `PIPELINERL_RUN=<random>` in its environment, and every process of a role
-`PIPELINERL_ROLE=<random>/<job>`. All descendants inherit these marks, even in new sessions. The mark, not a name or a
-process group, decides which processes belong to the run when it ends.
+A process belongs to a run by `PIPELINERL_RUN=<random>` in its environment, and to a role by
+`PIPELINERL_ROLE=<random>/<job>`. All descendants inherit these marks, even in new sessions.
 """
 
 import asyncio
@@ -32,12 +31,14 @@ from pipelinerl.world.process import kept
 log = logging.getLogger(__name__)
 
 DISMISS_S = 30.0
+"""A finished launcher waits this long for its temporary folder to be removed. Then the reaper goes on alone."""
 REAPER_GRACE_S = ORPHANED_S
-"""What the reaper ends and what a keeper ends gets the same time to clean up."""
+"""Processes get the same time to clean up from the reaper and from a keeper."""
 TEMPORARY_PREFIX = "prl-"
 OWNER_FILE = ".owner"
-"""In the temporary folder: of which run, and which launcher of it, the folder is."""
+"""In the temporary folder: its run and launcher."""
 RESTART_S = 1.0
+"""Between two starts of a reaper that something keeps killing."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_POLL_S = 0.02
 
@@ -66,7 +67,7 @@ def start_role(
 
     Args:
         folder: the role's output is appended to `log.txt` in it.
-        environment: variables that all roles have. The variables of `command` and `mark` are added to it.
+        environment: variables of all roles, besides those of `command` and `mark`.
     """
     descriptor = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -85,7 +86,7 @@ def start_role(
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What this node's roles share: the run folder, the environment, and the mark of their processes."""
+    """The run folder, the environment, and the mark of the processes of this node's roles."""
 
     run_dir: Path
     environment: Mapping[str, str]
@@ -104,10 +105,8 @@ class Host:
         return reaper.marked_processes(self.mark.role(name))
 
     def ranks_of(self, name: str) -> list[int]:
-        """Return the pids of a role's ranks out of their status files, if they are processes of this node's run.
-
-        A file may be of another node or of an earlier process, whose number a stranger has now.
-        """
+        """Return the pids of a role's ranks from their status files, if they are processes of this run on this node."""
+        # A file may belong to another node, or to an earlier process whose number another program has now.
         ours, statuses = set(self.processes_of(name)), read_statuses(self.run_dir).items()
         return [s.pid for job, s in statuses if (job == name or job.startswith(f"{name}.rank")) and s.pid in ours]
 
@@ -115,28 +114,24 @@ class Host:
         return reaper.marked_processes(self.mark.run)
 
     def sweep(self, name: str, grace_s: float) -> None:
-        """End all remaining processes of a role: SIGTERM, then SIGKILL after `grace_s`.
-
-        What other roles still have mapped stays until the run ends: a trainer that was killed does not remove the
-        segments through which its servers get weights (CUDA IPC), and they unmap them at their next update.
-        """
+        """End all remaining processes of a role: SIGTERM, then SIGKILL after `grace_s`."""
+        # Shared memory that other roles have mapped stays until the run ends, such as a killed trainer's segments
+        # through which its servers get weights (CUDA IPC).
         self.used.update(reaper.shared_memory_of(self.all_processes()))
         reaper.sweep(self.mark.role(name), grace_s)
 
     def sweep_all(self, grace_s: float, segments: Iterable[str]) -> None:
         """End all remaining processes of the run on this node and remove its shared memory.
 
-        `segments` are paths of shared memory that processes which have already ended used.
+        Args:
+            segments: paths of shared memory of processes that have already ended.
         """
         reaper.sweep(self.mark.run, grace_s, {*segments, *self.used})
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Pin this thread to `cores` while the block runs, so that a process started in it is pinned too.
-
-    Cores that this thread may not use are ignored.
-    """
+    """Pin this thread, and processes that it starts, to those of `cores` that it may use while the block runs."""
     before = os.sched_getaffinity(0)
     wanted = before & set(cores)
     if wanted:
@@ -174,7 +169,7 @@ def describe_exit(code: int) -> str:
 
 
 def remove_left_by(owner: str) -> None:
-    """Remove the temporary folders of killed reapers of this owner. The caller is its only one now."""
+    """Remove the temporary folders of this owner's killed reapers."""
     for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -188,11 +183,9 @@ class Reaper:
     """Owns the process that ends the run if this process is killed. Call `dismiss` when the run has ended.
 
     Args:
-        mark: the run's mark.
         grace_s: seconds between SIGTERM and SIGKILL.
         lock: descriptor of the run folder's lock, which the reaper holds until all processes have ended.
-        owner: name of what only one reaper of this machine guards at a time. Temporary folders of earlier ones, which
-            were killed together with their launchers, are removed.
+        owner: guarded by only one reaper of this machine at a time. Temporary folders of earlier ones are removed.
     """
 
     def __init__(self, mark: RunMark, grace_s: float, lock: int | None = None, owner: str = ""):
@@ -215,19 +208,16 @@ class Reaper:
             await asyncio.sleep(RESTART_S)
 
     def dismiss(self) -> None:
-        """Tell the reaper that the run has ended in order. It removes the temporary folder and exits.
-
-        If the reaper was killed, this method removes the folder itself. A reaper that needs longer goes on alone.
-        """
+        """Let the reaper remove the temporary folder and exit. If it needs more than `DISMISS_S` it goes on alone."""
         with contextlib.suppress(BrokenPipeError):
             self._write_line("done")
         self._close_pipe()
         try:
             code = self._process.wait(timeout=DISMISS_S)
-        except subprocess.TimeoutExpired:  # it goes on by itself
+        except subprocess.TimeoutExpired:
             log.warning("event=temporary_large folder=%s it is still being removed", self.temporary)
             return
-        if code != 0:
+        if code != 0:  # it was killed
             subprocess.run(["rm", "-rf", "--", self.temporary], stderr=subprocess.DEVNULL, check=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -268,8 +258,8 @@ def stop_roles(
     """Send SIGTERM to all roles at once and wait. Returns the names of the roles that did not end in time.
 
     Args:
-        processes: by name of the role.
-        timeouts_s: how long to wait for each role.
+        processes: by name of the role, as the next two.
+        timeouts_s: how long to wait.
         ranks: pids that get the signal instead of the role's own process, which only waits for them.
         hurried: the wait ends as soon as this returns true.
     """
@@ -287,7 +277,7 @@ def stop_roles(
 
 @contextlib.contextmanager
 def second_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether a stop signal came during the block, which blocks the event loop."""
+    """Yield a function that returns whether a stop signal came during the block, which blocks the event loop."""
     came: list[int] = []
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}

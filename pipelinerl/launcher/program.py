@@ -1,7 +1,7 @@
 """The launcher's program, in order: resolve, claim the folder, plan, check, write, start, watch, stop, report.
 
-It starts nothing before all checks have passed, and a refusal leaves no file. It returns an exit code: 0 done, 1
-failed, 2 refused, 130 and 143 interrupted.
+It starts nothing before all checks have passed, and a refusal leaves no file. Exit codes: 0 done, 1 failed, 2 refused,
+130 and 143 interrupted.
 """
 
 import asyncio
@@ -37,9 +37,12 @@ EXIT_DONE = 0
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
-    """Run the experiment of a composed configuration and return the exit code. Raises PipelineRLError to refuse it.
+    """Run the experiment of a composed configuration and return the exit code.
 
-    What it changes in its own process (umask, environment, signal handlers, logging) is as before when it returns.
+    Umask, environment, signal handlers and logging of this process are restored at the end.
+
+    Raises:
+        PipelineRLError: the experiment is refused.
     """
     with process_restored(), logging_restored():
         os.umask(0o077)
@@ -138,9 +141,10 @@ def tell_finished(run: Experiment) -> int:
 
 
 def tell_ending(ending: Ending, config: Config) -> int:
-    """Say how the run ended and return the exit code. Standalone servers end only when they are stopped."""
+    """Print how the run ended and return the exit code."""
     if ending.restarts:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
+    # Standalone servers end only when they are stopped.
     if ending.kind == "done" or (config.debug.mode == "servers" and ending.kind == "stopped"):
         return EXIT_DONE
     if ending.kind == "stopped":

@@ -1,7 +1,7 @@
-"""The Ray cluster of a run: how the launcher reaches it, the machines that it has, and the resources of each role.
+"""The Ray cluster of a run: the connection, its machines, and the resources of each role.
 
 Without `launcher.ray_address` the launcher starts a cluster of this machine alone, which listens on loopback only and
-ends with the launcher. Every cluster wants token authentication, because who reaches Ray can run any command on it.
+ends with the launcher.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pipelinerl.world.cluster import LOOPBACK, count_visible_gpus
 from pipelinerl.world.map import url_of
 
 LOCAL_CPUS = 4096
-"""CPUs that a cluster of this machine alone offers. Its roles share the cores, as with `launcher.engine=local`."""
+"""CPUs that a cluster of this machine alone offers: no limit, because roles share its cores as with engine `local`."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray take 127.0.0.1 for this machine's address and listen there only."""
 
@@ -44,7 +44,7 @@ class Unit:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect this process to a Ray cluster, or start one on this machine for the time of the context.
+    """Connect this process to a Ray cluster, or start one on this machine while the block runs.
 
     Raises:
         ConfigError: ray is not installed, there is no such cluster, or it has no authentication.
@@ -77,18 +77,18 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Return Ray's own descriptions of the nodes that are alive."""
+    """Return Ray's descriptions of the nodes that are alive."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def cluster_of(nodes: Sequence[Mapping[str, Any]], world: WorldSection, identity: str) -> Cluster:
-    """Return the machines on which the world is planned. Ray may place a job on another one with the same resources.
+    """Return the machines for which the world is planned. Ray may place a job on another one with the same resources.
 
     Args:
         nodes: Ray's descriptions.
-        identity: a string that only this run has, from which ports are derived.
+        identity: unique to this run, for the choice of ports.
 
     Raises:
         WorldError: there is no GPU, and ``world.accelerator`` is not cpu.
@@ -111,7 +111,7 @@ def units_of(world: WorldMap) -> list[Unit]:
     """Return what Ray places: the trainer's jobs as one unit first, which needs the most, and every other job.
 
     Raises:
-        WorldError: servers are on several nodes, whose first must be known before Ray has placed it.
+        WorldError: a server is on several nodes.
     """
     if any(job.span for job in world.jobs):
         raise WorldError("launcher.engine=ray places every server on one node: set world.nodes_per_server=1")
@@ -121,15 +121,13 @@ def units_of(world: WorldMap) -> list[Unit]:
 
 
 def bundle_of(job: Job, world: WorldMap) -> dict[str, float]:
-    """Resources of a job: a CPU for each of its processes, and its GPUs."""
+    """Resources of a job: a CPU for each process, and its GPUs."""
     bundle: dict[str, float] = {"CPU": float(max(job.num_ranks, 1))}
     return bundle | ({"GPU": float(len(job.gpus))} if job.gpus else {})
 
 
 def world_at(world: WorldMap, hosts: Mapping[str, str]) -> WorldMap:
-    """Return the world with jobs at the addresses where Ray has put them.
-
-    GPUs count within those that Ray gives the job.
+    """Return the world with jobs at the addresses where Ray has put them. Their GPUs are numbered from 0.
 
     Args:
         hosts: address of the node, by name of the job.

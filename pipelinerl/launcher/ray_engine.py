@@ -1,9 +1,7 @@
 """`launcher.engine=ray`: every role is the child of a Ray actor, placed by Ray in a placement group.
 
-Ray decides where a role runs and gives it GPUs. `losses` decides what an exit or the loss of a node means. A role that
-is started again after the loss of its node waits until Ray has room for it. The trainer's ranks are one unit: when one
-ends badly all are ended, because they meet anew, perhaps at another address. The launcher writes where roles are to
-`conf/world.json`; servers also say it in their leases.
+A role that is started again after the loss of its node waits until Ray has room for it. The trainer's ranks are one
+unit, which ends and starts as a whole. The launcher writes addresses to `conf/world.json`.
 """
 
 import asyncio
@@ -32,9 +30,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 TOLD_AFTER_S = 20.0
-"""Ray needs seconds for a placement group that it has room for."""
+"""The user is told of a wait after this time: Ray needs seconds for a placement group that it has room for."""
 LOSS_S = 60.0
-"""Ray may take this long to say whether an actor that does not answer has lost its node."""
+"""Ray takes up to this long to report the loss of a node whose actor does not answer."""
 STOP_MARGIN_S = 15.0
 """After its role's time an actor sweeps (`reaper.KILL_TIMEOUT_S`), and its answer travels."""
 
@@ -56,9 +54,9 @@ class RayEngine:
     """Runs the roles of a world on the Ray cluster to which this process is connected.
 
     Args:
-        world: as it was planned. ``place_all`` replaces it by what Ray has made of it.
+        world: as planned. ``place_all`` replaces its addresses by Ray's.
         command_of: builds a role's command on its node.
-        say: tells the user a line.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class RayEngine:
         self._placed = {unit.name: Placed(unit) for unit in units_of(world)}
 
     def set_secrets(self, secrets: Mapping[str, str]) -> None:
-        """Give every role that starts from now on these variables with secrets."""
+        """Set variables with secrets of every role that starts from now on."""
         self._secrets = dict(secrets)
 
     def place_all(self) -> WorldMap:
@@ -100,7 +98,7 @@ class RayEngine:
         return await task
 
     async def watch(self) -> None:
-        """Nothing: each actor watches its own role."""
+        """Does nothing, because each actor watches its own role."""
 
     def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         for placed in self._placed.values():
@@ -118,7 +116,7 @@ class RayEngine:
             self._remove(placed)
 
     def _stop_wave(self, wave: list[Placed], limit_s: float, may_save: bool, hurried: Callable[[], bool]) -> None:
-        """Ask these roles to end and wait for it. Their actors know whether there is a step to save."""
+        """Ask these roles to end and wait for it. Their actors find out whether there is a step to save."""
         import ray
 
         refs = [actor.stop.remote(limit_s, may_save) for placed in wave for actor in placed.actors]
@@ -151,7 +149,7 @@ class RayEngine:
         return lost
 
     async def _run_once(self, placed: Placed) -> RoleExit:
-        """Start the unit's processes and return how it ended: in order with all, or badly with the first that did."""
+        """Start the unit's processes and return its end: the first failure, or that of the last process."""
         self._make_actors(placed)
         runs = [asyncio.ensure_future(value_of(actor.run.remote())) for actor in placed.actors]
         result = RoleExit(code=0)
@@ -165,7 +163,7 @@ class RayEngine:
         return result
 
     async def _kill(self, placed: Placed) -> None:
-        """End the processes of a unit, and wait until they have ended wherever an actor answers."""
+        """End the processes of a unit and wait for actors that answer."""
         kills = [value_of(actor.kill.remote()) for actor in placed.actors]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*kills, return_exceptions=True), STOP_MARGIN_S)
@@ -191,7 +189,7 @@ class RayEngine:
             placed.actors.append(remote.remote(place, self._command_of))
 
     async def _reserve(self, placed: Placed, deadline: float | None) -> None:
-        """Wait until Ray has room for the unit, and note where. ``deadline`` None: for as long as it takes."""
+        """Wait until Ray has room for the unit, and note where. ``deadline``: monotonic time, None = no limit."""
         from ray.util.placement_group import placement_group, placement_group_table
 
         unit, started, told = placed.unit, time.monotonic(), False

@@ -1,7 +1,6 @@
 """The Ray actor of one role: it runs the role's command as a child process on the node where Ray has put it.
 
-Ray decides where it runs and which GPUs it gets. Everything else is as on one machine: the same engine, so the same
-command, log, watch, marks and reaper. Nothing but the exit goes back over Ray.
+It uses the engine of one machine, so command, log, watch, marks and reaper are the same. Only the exit goes over Ray.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from pipelinerl.world.home import writable_folders
 
 
 class RolePlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor needs to start its role, besides what lies in the run folder."""
+    """Values with which an actor starts its role, besides the run folder's."""
 
     job: str
     run_dir: str
@@ -43,7 +42,7 @@ class RoleActor:
         self._engine: LocalEngine | None = None
 
     async def run(self) -> RoleExit:
-        """Start the role, watch it, and return how it ended. None of its processes is left then."""
+        """Start the role, watch it, and return how it ended, with none of its processes left."""
         place, run_dir = self._place, Path(self._place.run_dir)
         if not (run_dir / RUN_CONFIG).is_file():
             reason = f"node {os.uname().nodename} does not see {run_dir}: put output_dir where all Ray nodes see it"
@@ -68,7 +67,7 @@ class RoleActor:
         return end
 
     async def stop(self, limit_s: float, may_save: bool) -> None:
-        """Ask the role to end and wait for it, see `LocalEngine.stop_kinds`. What does not end is killed."""
+        """Ask the role to end, wait for it (`LocalEngine.stop_kinds`), and kill remaining processes."""
         if self._engine is not None:
             kinds = [self._place.job.rpartition("_")[0]]
             await asyncio.to_thread(self._engine.stop_kinds, kinds, limit_s, may_save=may_save)
@@ -81,9 +80,6 @@ class RoleActor:
 
 
 def role_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a Ray worker that its role inherits: neither Ray's own nor its token.
-
-    Ray also sets OMP_NUM_THREADS, to the CPUs of the request.
-    """
-    kept = inherited_environment(env)
+    """Return the variables of a Ray worker that its role inherits: neither Ray's own nor its token."""
+    kept = inherited_environment(env)  # Ray also sets OMP_NUM_THREADS, to the CPUs of the request
     return {name: value for name, value in kept.items() if not name.startswith("RAY_") and name != "OMP_NUM_THREADS"}

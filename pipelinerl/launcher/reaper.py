@@ -1,10 +1,9 @@
 """Ends a run whose launcher was killed. A separate process that uses only the standard library and sleeps until then.
 
 Consumes lines on stdin: the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
-without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period.
-In both cases the reaper removes the run's temporary folder with the sockets, logs and scratch files of killed roles.
-It inherits the lock of the run folder, so that the next launcher waits until all processes have ended.
-The launcher itself uses the same functions to find and end the run's processes.
+without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period. In
+both cases the reaper removes the run's temporary folder. It inherits the lock of the run folder, so that the next
+launcher waits until all processes have ended.
 """
 
 import contextlib
@@ -37,11 +36,8 @@ def all_processes() -> list[int]:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Return the paths of shared-memory segments and semaphores that these processes have mapped.
-
-    They are compared by device and inode, because a semaphore's creator has it mapped under its first, temporary name.
-    Other containers have segments with the same inodes on devices of their own.
-    """
+    """Return the paths of shared-memory segments and semaphores that these processes have mapped."""
+    # Not by name: a semaphore's creator has it mapped under its first, temporary one.
     mapped: set[tuple[int, int]] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -55,14 +51,14 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 
 def _device_and_inode(line: str) -> tuple[int, int]:
-    """Of the file in a line of /proc/PID/maps: `ADDRESSES MODE OFFSET MAJOR:MINOR INODE PATH`."""
+    """Read device and inode from a line of /proc/PID/maps: `ADDRESSES MODE OFFSET MAJOR:MINOR INODE PATH`."""
     _, _, _, device, inode, _ = line.split(maxsplit=5)
     major, minor = (int(part, 16) for part in device.split(":"))
     return os.makedev(major, minor), int(inode)
 
 
 def keepers_of(pids: list[int]) -> list[int]:
-    """Return those of the processes that run a command and then end all that it has started (`world/keeper.py`)."""
+    """Return the keepers among the processes (`world/keeper.py`)."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -81,10 +77,9 @@ def signal_all(pids: list[int], number: int) -> None:
 def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     """End every process that carries the mark, unlink their shared memory, and return how many there were at first.
 
-    They get SIGTERM, and SIGKILL after `grace_s`. The search is repeated, so that new processes are found too. Keepers
-    are left to end by themselves, because only they find what the others started with another environment.
-    `segments` are additional paths of shared memory to unlink, of processes that may have ended before. What another
-    process has mapped stays: a server maps segments of the trainer's that the next server will need (CUDA IPC).
+    Args:
+        grace_s: seconds from SIGTERM to SIGKILL. 0: only SIGKILL.
+        segments: further paths of shared memory to unlink, except those that another process has mapped.
     """
     pids = marked_processes(mark)
     count = len(pids)
@@ -99,7 +94,7 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (pids := marked_processes(mark)) and time.monotonic() < deadline:
         segments |= shared_memory_of(pids)
-        keepers = keepers_of(pids)
+        keepers = keepers_of(pids)  # they end by themselves: only they find processes with another environment
         signal_all(keepers, signal.SIGCONT)
         signal_all([pid for pid in pids if pid not in keepers], signal.SIGKILL)
         time.sleep(0.02)

@@ -1,7 +1,7 @@
 r"""Whether a right answer is paid in the form that the prompt asks for, tried before the start.
 
-A data set's own questions may ask for ``Answer: 42`` where the judge reads ``\boxed{42}``: the policy is then right and
-earns nothing, in silence. The scripted model answers training problems with their own ``answer``, in each form.
+A data set's own questions may ask for ``Answer: 42`` where the judge reads ``\boxed{42}``: right answers then earn
+nothing, without a word. The scripted model answers training problems with their own ``answer``, in each form.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ ASKED = {
     "#### {}": re.compile("####"),
     "<answer>{}</answer>": re.compile("<answer>"),
 }
-"""Form of an answer → what a prompt holds that asks for it."""
+"""Form of an answer → pattern of prompts that ask for it."""
 Play = Callable[[dict[str, Any], Callable[[str], str]], Awaitable[Any]]
 """(problem, prompt → reply) → the result of its rollout."""
 
 
 def with_verifiers_here(container: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration whose verifiers are this process. Those of the run are not up yet."""
+    """Returns a configuration whose verifiers are this process, because the run's are not up yet."""
     jobs = container.get("jobs") or ()
     here = [{**job, "url": IN_PROCESS} if job["kind"] == "verifier" else job for job in jobs]
     return {**container, "jobs": here}
@@ -36,10 +36,11 @@ async def try_references(play: Play, problems: Sequence[Mapping[str, Any]]) -> s
     """Plays problems with their own answers: one in the forms that its prompt asks for, all in every form if one fails.
 
     Args:
-        play: plays one rollout. One that raises shows nothing: the trial before says what is wrong with it.
+        play: plays one rollout. One that raises is ignored.
         problems: training problems. Those without an ``answer`` are not played.
+
     Returns:
-        What right answers earned, if the prompt asks for a form that is never paid and another one is. Else None.
+        A warning if the prompt asks for a form that is never paid and another one is. Else None.
     """
     asked: set[str] = set()
     found: list[tuple[str, BaseMetrics]] = []

@@ -1,7 +1,4 @@
-"""Writes the reports of a run at its end: of a complete run beside its streams, of another one in a child process.
-
-No report changes how the run ended. A report that cannot be made is told and left out.
-"""
+"""Writes the reports of a run at its end. One that fails is left out with a warning, and the run ends as it would."""
 
 import asyncio
 import logging
@@ -23,16 +20,15 @@ from pipelinerl.launcher.tracking import RunTracking
 log = logging.getLogger(__name__)
 
 FAILED_REPORT_S, STOPPED_REPORT_S = 60.0, 15.0
-"""How long the page of a failed or a stopped run may take. Who stops a run waits for it."""
+"""Limits for the page of a failed or a stopped run. The user waits for the second."""
 
 
 class RunReports:
-    """Writes what a run leaves for people.
+    """Writes a run's summary, picture and page.
 
     Args:
-        config: of the run.
         path: the run folder.
-        say: tells the user a line.
+        say: prints a line for the user.
         tracking: trackers that keep the page. None: no page is written.
     """
 
@@ -40,7 +36,7 @@ class RunReports:
         self._config, self._path, self._say, self._tracking = config, path, say, tracking
 
     def debug_run(self, *, finished: bool) -> None:
-        """Say what roles did without the rest of the run (`debug.mode`)."""
+        """Print what standalone roles did (`debug.mode`)."""
         try:
             figures = debug_run_figures(self._path, self._config)
             if finished:
@@ -78,7 +74,7 @@ class RunReports:
             self._missing(REPORT_FILE, error)
 
     async def unfinished(self, ending: Ending, host: Host) -> None:
-        """Record why the run ended, and write its page in a child process. A stop signal ends the child at once."""
+        """Record why an incomplete run ended, and write its page in a child process that a stop signal ends at once."""
         if self._config.debug.mode and ending.kind == "stopped":
             self.debug_run(finished=False)
         if ending.kind == "done" or self._tracking is None or self._config.debug.mode:
@@ -88,7 +84,7 @@ class RunReports:
             asyncio.get_running_loop().add_signal_handler(number, hurried.set)
         try:
             write_ending(self._path, record := ending_record(ending))
-            await asyncio.sleep(0.01)  # a signal that came while the roles were ending is heard now
+            await asyncio.sleep(0.01)  # handles a signal that came while the roles were ending
             if not hurried.is_set():
                 limit_s = FAILED_REPORT_S if record.kind == "failed" else STOPPED_REPORT_S
                 told = f"the run failed: {record.reason}" if record.kind == "failed" else record.reason
@@ -98,9 +94,9 @@ class RunReports:
             self._missing(REPORT_FILE, error)
 
     async def _write_page(self, host: Host, limit_s: float, hurried: asyncio.Event) -> None:
-        """Write the page in a child process. The streams' own server has ended, so the child gets no password of it."""
+        """Write the page in a child process."""
         environment = {**host.environment, **host.mark.variables("report")}
-        if not self._config.streams.external:
+        if not self._config.streams.external:  # the run's own redis has ended: its data are read, not the server
             environment.pop(REDIS_PASSWORD_VARIABLE, None)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pipelinerl", "report", str(self._path)),

@@ -30,12 +30,12 @@ def go_on(run_dir: Path, overrides: Sequence[str]) -> int:
     """Go on with a run.
 
     Raises:
-        ConfigError: the folder holds no run, or a setting is unknown or makes it another experiment.
+        ConfigError: the folder has no run, or a setting is unknown or makes it another experiment.
     """
     from pipelinerl.launcher.program import launch
 
     cfg = load_run_dictconfig(run_dir)
-    cfg.merge_with(OF_ONE_LAUNCH)  # what an earlier launch was asked to do is done again only if it is said again
+    cfg.merge_with(OF_ONE_LAUNCH)  # settings for one launch hold again only if they are given again
     OmegaConf.set_struct(cfg, True)
     for override in overrides:
         key, equals, _ = override.partition("=")

@@ -1,8 +1,7 @@
 """The run folder belongs to one experiment and to one launcher at a time.
 
-`claim` takes the lock and recognises the contents of the folder: nothing, this experiment, another one, or no run. It
-refuses a foreign folder, and starts over if asked to. `write` publishes configuration, world and start scripts. All
-files and folders have modes 0600 or 0700, because of the launcher's umask, which the roles inherit.
+`claim` locks it and refuses other contents. `write_run_dir` publishes configuration, world and start scripts. All files
+and folders have modes 0600 or 0700, because of the launcher's umask, which the roles inherit.
 """
 
 import fcntl
@@ -51,6 +50,7 @@ from pipelinerl.world.disk import make_folder, replace_file
 
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
+"""Processes of a killed run end within seconds (`reaper`). One in a call of a slow file system may take longer."""
 LOG_FILE = "launcher.log"
 OF_LAUNCHERS = ("launcher.[0-9]*.log", "launcher*.log.1", ".launch-*")
 """Logs of the launchers of other nodes, full logs, and markers that killed launchers have left."""
@@ -96,7 +96,7 @@ class Claim:
 
 @contextmanager
 def holding(claim: Claim) -> Iterator[None]:
-    """Hold the folder. If no run has been written into it in the end, what was made for the start is deleted."""
+    """Hold the folder. If no run was written into it, files that were made for the start are deleted."""
     with claim.lock:
         try:
             yield
@@ -161,9 +161,9 @@ def take_lock(lock: IO[str], path: Path) -> None:
 
 
 def is_alive(lock: IO[str]) -> bool:
-    """Whether the last launcher that took the lock is alive. One that has not written its identity counts as alive."""
+    """Whether the last launcher that took the lock is alive."""
     lock.seek(0)
-    pid, _, created = lock.read().partition(" ")
+    pid, _, created = lock.read().partition(" ")  # nothing: it has the lock and is about to write
     try:
         return not created or psutil.Process(int(pid)).create_time() == float(created)
     except psutil.NoSuchProcess:
@@ -196,7 +196,7 @@ def is_finished(path: Path, max_train_steps: int) -> bool:
 
 
 def holds_finished(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> bool:
-    """Whether the folder holds this experiment, trained to its last step. For nodes that do not claim the folder."""
+    """Whether the folder holds this experiment, trained to its last step, for nodes that do not claim the folder."""
     if force_restart or not (path / RUN_CONFIG).is_file():
         return False
     try:
@@ -207,13 +207,13 @@ def holds_finished(path: Path, container: Mapping[str, Any], *, force_restart: b
 
 
 def built_model(path: Path, container: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name of the tiny model's folder if the recipe builds it directly inside the run folder, otherwise nothing."""
+    """Name of the tiny model's folder if it is directly inside the run folder, otherwise nothing."""
     model = Path(container["model_path"]).resolve()
     return (model.name,) if container["tiny_model"] and model.parent == path else ()
 
 
 def check_recognised(path: Path, owned: Collection[str]) -> None:
-    """Refuse a folder with contents that no launcher wrote, because the launcher may not use or delete them."""
+    """Refuse a folder with contents that no launcher wrote."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`output_dir` is {str(path)!r}: that is a file; choose a folder")
     if not path.is_dir() or (path / RUN_CONFIG).is_file():
@@ -235,7 +235,7 @@ def is_of_launchers(path: Path) -> bool:
 
 
 def clear(path: Path, owned: Collection[str]) -> None:
-    """Delete the files of a run and keep all other files in the folder."""
+    """Delete the files of a run, and no others."""
     others = [entry for entry in path.iterdir() if is_job_folder(entry) or is_of_launchers(entry)]
     for entry in [*others, *(path / name for name in owned)]:
         if entry.is_dir() and not entry.is_symlink():
@@ -302,14 +302,14 @@ def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
 
 
 def mark_folder(path: Path) -> Path:
-    """Make an empty file by which another node can tell whether it shares this folder."""
+    """Make an empty file by which another node finds out whether it shares this folder."""
     marker = path / f".launch-{secrets.token_hex(8)}"
     marker.touch(mode=0o600)
     return marker
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Return why a role could not write its last error, as on a disk that became read-only. None: it could."""
+    """Return why the folder cannot be written, such as a disk that became read-only. None: it can."""
     try:
         with tempfile.TemporaryFile(dir=path):
             return None

@@ -1,7 +1,4 @@
-"""What a launcher will do, decided before anything starts: `resolve` says what was asked, `plan_run` where it runs.
-
-Nothing here starts or writes anything. `checks.checked` tries what can only be known by trying.
-"""
+"""The launcher's plan: `resolve` completes the configuration, `plan_run` places the roles. Nothing is started."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +27,7 @@ from pipelinerl.world.network import look_up
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What was asked, checked and made complete."""
+    """A complete configuration whose types and rules hold."""
 
     config: Config
     container: dict[str, Any]
@@ -39,11 +36,11 @@ class Experiment:
     """Arguments of the command line."""
     command_of: CommandOf
     node_rank: int
-    """Of this launcher. 0 on Ray, where one launcher starts the roles of all nodes."""
+    """This launcher's. 0 on Ray, where one launcher starts the roles of all nodes."""
     started: float
     """Unix time of this launcher's start."""
     missing: tuple[str, ...] = ()
-    """Keys that must be given, which a dry run does without."""
+    """Keys without a value, which only a dry run may have."""
 
     @property
     def path(self) -> Path:
@@ -53,13 +50,13 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Experiment):
-    """And where it runs."""
+    """An experiment with its roles' places and commands."""
 
     world: WorldMap
     jobs: tuple[Job, ...]
-    """Those whose roles this launcher starts."""
+    """The ones that this launcher starts."""
     commands: tuple[RoleCommand, ...]
-    """Of these roles. On Ray, one for each unit of the world."""
+    """Their commands. On Ray, one for each unit of the world."""
     builds_model: bool = False
     """Whether `model_path` is a tiny model that must be built first."""
 
@@ -108,7 +105,7 @@ def plan_run(run: Experiment, on_ray: WorldMap | None = None) -> RunPlan:
     """Compute the world, and the commands of this launcher's roles.
 
     Args:
-        on_ray: the world of a Ray cluster, whose roles this launcher starts on all nodes.
+        on_ray: the world of a Ray cluster, where this launcher starts the roles of all nodes.
     """
     world = on_ray or build_world(run.config, os.environ)
     if run.config.dry_run:  # it shows the roles of every node

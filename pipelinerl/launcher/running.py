@@ -1,8 +1,4 @@
-"""Runs the roles of this node until the run has ended, with everything that happens beside them.
-
-Beside the roles: the reaper, the tiny model's builder, the run's address on redis, the lines on the terminal, and the
-answer to Ctrl-C. At the end it writes the report.
-"""
+"""Runs the roles of this node until the run has ended, beside them the reaper, the terminal's lines and Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -83,8 +79,8 @@ async def supervise(
     """Start the roles and keep them running until the end.
 
     Args:
-        resumed: the run folder holds what an earlier launch has made.
-        lock: of the run folder. None: another launcher has it.
+        resumed: the run folder has files of an earlier launch.
+        lock: the run folder's. None: another launcher has it.
         connection: to the launchers of other nodes.
         engine_on: None = the engine of this node.
     """
@@ -129,7 +125,7 @@ async def supervise(
 async def accompanied(
     supervisor: Supervisor, beside: Iterator[Coroutine[Any, Any, None]], follower: TopicFollower
 ) -> Ending:
-    """Run the supervisor, and beside it the other work, which ends with it. The run ends if that work fails."""
+    """Run the supervisor and the other work, which ends with it. The run ends if that work fails."""
     tasks = [asyncio.create_task(work, name=getattr(work, "__qualname__", "")) for work in beside]
     for task in tasks:
         supervisor.rely_on(task)
@@ -143,7 +139,7 @@ async def accompanied(
 
 
 def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Show the line of a run on the leading node. None for a standalone server or preprocessor."""
+    """Show the line of a run on the leading node, but not for standalone servers or preprocessors."""
     if plan.node_rank or plan.config.debug.mode in ("servers", "preprocessor"):
         return contextlib.nullcontext()
     has_rollouts = plan.config.stage == "rl"
@@ -153,7 +149,7 @@ def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[No
 def work_beside(
     plan: RunPlan, host: Host, supervisor: Supervisor, reaper: Reaper, connection: Coordination | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
-    """What goes on while the supervisor runs."""
+    """Work while the supervisor runs."""
     yield reaper.keep()
     yield publish_address(plan, host.run_dir)
     if plan.config.debug.mode == "servers":
@@ -173,7 +169,7 @@ def adopt_secrets(plan: RunPlan) -> dict[str, str]:
 
 
 def answer_signals(supervisor: Supervisor) -> None:
-    """Stop the run on a stop signal, and say so at once because a trainer's last save may take a while."""
+    """Stop the run on a stop signal, and print that at once: a trainer's last save may take a while."""
 
     def stop(reason: str) -> None:
         say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
@@ -193,7 +189,7 @@ async def build_model(config: Config, host: Host, supervisor: Supervisor) -> Non
 
 
 async def publish_address(plan: RunPlan, path: Path) -> None:
-    """Put what roles on other machines need to start on the run's redis, and say its address."""
+    """Publish configuration and world on the run's redis, for roles on other machines, and print the address."""
     address = address_of(plan.config, path)
     if plan.node_rank or not isinstance(address, RedisAddress):
         return
@@ -208,7 +204,7 @@ async def publish_address(plan: RunPlan, path: Path) -> None:
 
 
 def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> TopicFollower:
-    """Return what follows the run. Its lines go to the terminal where this launcher leads and has a tracking."""
+    """Return the run's follower. Its lines go to the terminal of the leading launcher, else to the log."""
     lines = ProgressLines(
         path,
         cfg=config,
@@ -220,10 +216,7 @@ def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> T
 
 
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the secrets of this run: the secret in `env`, which roles on other machines know too, or a random one.
-
-    The redis password is derived from the secret, except that the password of an external server is taken from `env`.
-    """
+    """Return this run's secret (from `env`, or random) and its redis password (derived, or an external server's)."""
     given = env.get(SECRET_VARIABLE, "")
     needed = plan.world.is_open and plan.config.launcher.engine != "ray"  # over Ray the launcher gives it to all
     if needed and len(given) < MIN_SECRET_CHARS:
@@ -237,7 +230,7 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 async def tell_servers(world: WorldMap) -> None:
-    """Say once that all servers answer, and what another run says to use them."""
+    """Print the setting with which another run uses these servers, once all of them answer."""
     urls = world.get_actor_urls()
     while True:
         if await asyncio.to_thread(lambda: all(map(is_healthy, urls))):

@@ -1,7 +1,7 @@
-"""A run on several nodes without Ray: each has a launcher, and that of node 0 leads.
+"""A run on several nodes without Ray: each has a launcher, and node 0 leads.
 
-`lead` starts its roles at once. `follow` waits for the leader's lease. If the leader's run folder is here, too, the
-leader owns it; otherwise this node claims one of its own. An error of one launcher is told to the others.
+`lead` starts its roles at once. `follow` waits for the leader's lease, and claims a run folder of its own if the
+leader's is not here. The error of one launcher reaches the others by its lease.
 """
 
 import os
@@ -52,7 +52,7 @@ async def follow(plan: RunPlan) -> Ending:
 
 
 async def _run_part(plan: RunPlan, leader: LauncherNote, connection: Coordination) -> Ending:
-    """Run the roles in the leader's folder if that is here, else in one of this node's own."""
+    """Run the roles in the leader's folder if this node shares it, else in one of its own."""
     if plan.config.streams.backend == "files" or (plan.path / leader.marker).exists():  # leases in the folder
         run_dir.write_roles(plan.path, plan.commands)
         setup_launcher_logging(plan.path / f"launcher.{plan.node_rank}.log", plan.config.launcher.max_log_mb)
@@ -66,7 +66,7 @@ async def _run_part(plan: RunPlan, leader: LauncherNote, connection: Coordinatio
 
 
 def _coordination_of(plan: RunPlan) -> Coordination:
-    """Return this launcher's part among the launchers of all nodes, and adopt the run's secrets, which it needs."""
+    """Return this launcher's part among the launchers of all nodes. Adopts the run's secrets."""
     address = address_of(plan.config, plan.path, plan.world)
     rank, limits = plan.node_rank, plan.config.launcher
     on_redis = plan.config.streams.backend == "redis"

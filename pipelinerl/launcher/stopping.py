@@ -7,7 +7,7 @@ from pipelinerl.launcher.losses import ENDS_BY_ITSELF
 from pipelinerl.observability.status import StatusRecord
 
 LEFTOVER_GRACE_S = 1.0
-"""From SIGTERM to SIGKILL for what a role that has ended leaves, such as Python's resource tracker."""
+"""From SIGTERM to SIGKILL for processes that an ended role leaves, such as Python's resource tracker."""
 STORES = ("redis",)
 """Kinds of roles that all other roles need until those have ended."""
 HURRY = 0.2
@@ -25,7 +25,7 @@ def stop_in_waves(
     """Stop the roles of these kinds, stores last. Blocks until all have ended.
 
     Args:
-        stop_wave: asks the roles of these kinds to end, and waits for it at most so many seconds.
+        stop_wave: ends the roles of the given kinds within the given seconds.
         orderly: whether the run is complete. Roles that work are then stopped before the roles that serve them.
         report: called at an orderly end, just before the stores are stopped.
     """

@@ -1,11 +1,6 @@
-"""What becomes of the streams before a role starts: they go on, are set aside or deleted, or are copied from a record.
+"""The streams before a role starts: they go on, are set aside or deleted, or are copied from another run.
 
-- `take` decides for the launcher that owns the run, `follow` for one that follows in a folder of its own.
-- `begin_epoch` (`resume=checkpoint`) writes down the outcome of every rollout as far as the streams can be read, and
-  moves streams and the actors' snapshots to `lost/epoch_<number>/`. Checkpoints, exports and metrics stay. The trainer
-  finds the newest good checkpoint and tells the actors, whose new streams begin behind the rollouts that it resolved.
-- `copy_streams` (`debug.streams_from`) copies the raw records of another run from the first on, so that offsets stay
-  what they were. That run may be alive, finished or killed, and is not changed.
+`take` decides for the launcher that owns the run, `follow` for one that follows in a folder of its own.
 """
 
 import logging
@@ -46,10 +41,10 @@ from pipelinerl.world.disk import make_folder, sync_path
 log = logging.getLogger(__name__)
 
 HAVE_STREAMS = ("actor", "preprocessor", "finetune")
-"""Kinds that keep in their run folder how far they are in the streams."""
+"""Kinds that store stream positions in their run folder."""
 DAMAGE_FILE = "damage.txt"
 COPIED = "copied"
-"""File beside the copied topic that says that the copy is complete."""
+"""File beside a topic whose copy is complete."""
 PACKED_BY = (
     "world.replicas",
     "finetune.train_batch_size",
@@ -68,7 +63,7 @@ ROLLED_OUT_BY = ("world.replicas", "attempts")
 
 
 def take(claim: Claim, plan: RunPlan) -> bool:
-    """Leave the streams as the launch wants them. Returns whether an external redis has records of an earlier launch.
+    """Prepare the streams for this launch. Returns whether an external redis has records of an earlier one.
 
     Raises:
         ConfigError: an external redis may delete records, or has streams of an earlier run in the folder of a new one.
@@ -93,9 +88,7 @@ def take(claim: Claim, plan: RunPlan) -> bool:
 
 
 def follow(claim: Claim, plan: RunPlan, leader: LauncherNote) -> None:
-    """Begin a new epoch in the folder of a node that follows, if the leader has begun one.
-
-    The folder may be new, because the node replaces a lost one.
+    """Begin a new epoch in the folder of a node that follows, if the leader began one.
 
     Raises:
         ConfigError: the folder is new and the streams are old, or the folder has a run and the leader's has none.
@@ -129,7 +122,9 @@ def _of_an_earlier_run(path: Path, config: Config) -> str:
 
 
 def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None], *, owns_external: bool = True) -> None:
-    """Set the present streams aside and begin a new epoch. If it is killed half-way, call it again.
+    """Move streams and the actors' snapshots to `lost/epoch_<number>/`, with an account of every rollout.
+
+    Checkpoints, exports and metrics stay. After a kill half-way, call it again.
 
     Args:
         owns_external: delete the streams of an external redis. Only one node of a run may do so.
@@ -149,10 +144,7 @@ def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None], *, ow
 
 
 def has_records(run_dir: Path, config: Config, topic: str | None = None) -> bool:
-    """Whether there are streams of this folder with records, of ``topic`` (None: of any).
-
-    For streams that are not on the run's own redis, which does not run before the roles.
-    """
+    """Whether this folder's streams have records of ``topic`` (None: any). Not for the run's own redis, not up yet."""
     backend_from_config(config, run_dir)
     backend = get_streams_backend()
     return any(backend.stats(spec).next_offset for spec in backend.specs(run_dir) if topic in (None, spec.topic))
@@ -161,12 +153,10 @@ def has_records(run_dir: Path, config: Config, topic: str | None = None) -> bool
 def check_packing(run_dir: Path, config: Config, world: WorldMap) -> None:
     """Refuse micro-batches that an earlier launch has packed for other trainer ranks.
 
-    Each rank reads its own partition. With fewer ranks, what lies in the others would not be trained. Of ranks that no
-    longer share micro-batches, each would train them.
-
     Raises:
-        ConfigError: the number of ranks, or of those that share a micro-batch, is another one.
+        ConfigError: the number of ranks, or of those that share a micro-batch, has changed.
     """
+    # Each rank reads its own partition: some would not be trained with fewer ranks, or several times without sharing.
     mode = config.debug.mode
     if mode not in (None, *READS):  # a mode that packs nothing, and reads nothing that is packed
         return
@@ -292,7 +282,7 @@ def specs_of(run_dir: Path, topic: str) -> list[SingleStreamSpec]:
 
 
 def copy_streams(config: Config, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Copy the topic that this run's roles read, once. A copy that was interrupted is begun again."""
+    """Copy the topic that this run's roles read, from its first record, so that offsets are the same. Done once."""
     source, mode = source_of(config), config.debug.mode
     if source is None or mode is None:
         return
@@ -300,7 +290,7 @@ def copy_streams(config: Config, run_dir: Path, say: Callable[[str], None]) -> N
     done = run_dir / "streams" / topic / COPIED
     if done.exists():
         return
-    files = FilesBackend.from_config(config, run_dir)
+    files = FilesBackend.from_config(config, run_dir)  # an interrupted copy starts again
     count = 0
     with look_into(source):
         for spec in specs_of(source, topic):

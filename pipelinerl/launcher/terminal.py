@@ -1,8 +1,7 @@
 """Prints the lines that stay on the terminal: evaluations, alarms, and an optimizer step at most every 30 s.
 
-`TopicFollower` is a thread that reads the topics `trainer` and `evaluation`. `ProgressLines` turns their messages and
-the newest actor metrics into lines. It prints nothing about earlier launches. Nothing here decides anything. Because
-the thread reads the trainer's topic, it also knows whether training is done.
+`TopicFollower` reads the topics `trainer` and `evaluation` in a thread, and so finds out whether training is done.
+`ProgressLines` turns their messages and the newest actor metrics into lines, none about earlier launches.
 """
 
 import logging
@@ -43,9 +42,9 @@ class ProgressLines:
     Args:
         say: called with every line that stays.
         note: called with the lines of the other steps.
-        every_s: least seconds between two steps that are said. The first and the last step are always said.
-        tracking: is told of steps and alarms.
-        model: what evaluations are of, in a run without a trainer.
+        every_s: least seconds between two steps that stay. The first and the last step always stay.
+        tracking: gets steps and alarms.
+        model: the evaluated model, in a run without a trainer.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class ProgressLines:
         self._last: SamplesProcessed | None = None
 
     def add_message(self, message: TrainerMessage) -> None:
-        """Print what a message of the trainer says, unless it is about an earlier launch."""
+        """Print a message of the trainer, unless it is about an earlier launch."""
         self._alarms.add_message(message)
         match message:
             case WeightUpdateSuccess():
@@ -132,7 +131,7 @@ class TopicFollower:
         self._thread.join(timeout=10)
 
     def training_done(self) -> bool:
-        """Whether the trainer made its last step. Reads the topic if the thread does not know it yet."""
+        """Whether the trainer made its last step. Reads the topic if the thread has not read that yet."""
         return self._training_done.is_set() or any(map(self._ends_training, self._trainer_messages()))
 
     def _ends_training(self, message: TrainerMessage) -> bool:
@@ -186,15 +185,13 @@ def step_line(
 ) -> str:
     """Describe an optimizer step. Reward and success are means over the actor's newest 1,024 rollouts or the step's.
 
-    One that trained conversations alone has their loss, and that of the held-out ones after it where it is known.
-
     Args:
         seconds: since the previous step.
         pause_ms: longest pause of a server in the newest weight update.
         actor: the actor's newest metrics, or empty.
 
-    `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`.
-    `step 12/96 loss 0.412 nats per token held-out 0.450 2,310 tok/s wait 0.02 s`.
+    `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`, or, if
+    only conversations were trained, `step 12/96 loss 0.412 nats per token held-out 0.450 2,310 tok/s wait 0.02 s`.
     """
     metrics = message.metrics
     is_actors = actor.get(ActorMetric.REWARD) is not None  # reward and success of the same rollouts
@@ -225,7 +222,7 @@ def step_line(
 
 
 def evaluation_line(result: EvaluationDone, model: str | None = None) -> str:
-    """Describe a result. ``model``: what was evaluated, where it is no version of this run."""
+    """Describe a result. ``model``: the evaluated model, if it is no version of this run."""
     what = model or f"version {result.version}"
     if result.success is None:
         return f"evaluation of {what}: no result, because every attempt failed: see actor_*/log.txt"

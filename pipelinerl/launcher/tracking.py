@@ -1,8 +1,4 @@
-"""What the launcher tells the trackers: alarms, a table of rollouts every n steps, and the report at the end.
-
-It reads the run folder as people do. Work is done in the trackers' threads, so nothing delays the launcher. The table's
-rows come from the archive alone.
-"""
+"""The launcher's part in trackers: alarms, a table of archived rollouts every n steps, and the report at the end."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -68,7 +64,7 @@ class RunTracking:
         self._newest = 0
 
     def step(self, step: int) -> None:
-        """``step`` optimizer steps are done. Sends the table of the newest one when it is due."""
+        """Send the table of the newest optimizer step when it is due, after ``step`` of them."""
         due = self._every and step // self._every > self._newest // self._every
         self._newest = step
         for thread in self._threads if due else ():
@@ -97,5 +93,5 @@ def send_table(tracker: Tracker, *, run_dir: Path, step: int) -> None:
 
 @cache
 def token_text_of(run_dir: Path) -> TokenText:
-    """The run's tokenizer, or numbers in its place."""
+    """The run's tokenizer, or numbers if it cannot be loaded."""
     return text_or_numbers(run_dir)

@@ -1,7 +1,6 @@
 """A trial before the start: code in a process of its own, so that neither its imports nor its bugs reach this one.
 
-`run_trial` is the launcher's side. Its job goes to the child's standard input as JSON, and the last line of the child's
-output is its answer. `answer` is the child's side.
+`run_trial` is the launcher's side, `answer` the child's. Both send JSON over the child's standard streams.
 """
 
 import json
@@ -19,7 +18,7 @@ from pipelinerl.world.process import kept
 
 
 class TrialError(Exception):
-    """The child ended without an answer. `how`: its exit code or signal. The text is the last line of its errors."""
+    """The child ended without an answer. `how`: exit code or signal. The text is the last line of its errors."""
 
     def __init__(self, how: str, last_line: str):
         super().__init__(last_line)
@@ -35,15 +34,13 @@ class TrialTimeoutError(Exception):
 
 
 def run_trial(*arguments: str, job: Any = None, timeout_s: float) -> dict[str, Any]:
-    """Run Python with these arguments and return its answer.
-
-    A deadline or Ctrl-C during the wait ends the child and all processes that it started.
+    """Run Python with these arguments and return its answer. All processes that it started end with it.
 
     Args:
-        job: JSON.
+        job: plain values for JSON.
 
     Raises:
-        TrialError: the child died, or answered nothing.
+        TrialError: the child died, or did not answer.
         TrialTimeoutError: the child did not end in time.
     """
     mark = RunMark()
@@ -76,7 +73,7 @@ def run_trial(*arguments: str, job: Any = None, timeout_s: float) -> dict[str, A
 
 
 def answer(work: Callable[[Any], Mapping[str, Any]]) -> NoReturn:
-    """Answer the job with what `work` returns, and leave at once: threads that were left behind are not awaited."""
+    """Answer the job with the result of `work`, and exit at once without waiting for other threads."""
     job = json.load(sys.stdin)
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the tried code prints is not the answer

@@ -1,7 +1,4 @@
-"""The names of vLLM's options, read from the source of the version that is installed: importing it takes seconds.
-
-vLLM registers the engine's options by literal names, and the front's by the fields of its dataclasses.
-"""
+"""The names of vLLM's options, read from the source of the version that is installed: importing it takes seconds."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -17,9 +14,9 @@ from pipelinerl.errors import ConfigError
 
 ENGINE = "engine/arg_utils.py"
 FRONT = ("entrypoints/common/cli_args.py", "entrypoints/launchers/cli_args.py")
-"""Where vLLM 0.33 and 0.32 have it."""
+"""In vLLM 0.33 and 0.32."""
 CERTAIN = ("max-model-len", "dtype", "response-role")
-"""Options of both. Where one is not found, the source is another than the one that is known here."""
+"""Options of both versions. If one is missing, the source has a form that is not supported here."""
 SAMPLING = "sampling_params.py"
 CERTAIN_SAMPLING = ("max_tokens", "temperature")
 """Fields of its class `SamplingParams`."""
@@ -28,11 +25,7 @@ PREFIX = "vllm_config.vllm_kwargs."
 
 
 def check_options(config: Config) -> None:
-    """Refuse an option or a sampling parameter that vLLM does not have. A server would after its imports.
-
-    Raises:
-        ConfigError: with the nearest name.
-    """
+    """Raise ``ConfigError`` with the nearest name for an option or sampling parameter that vLLM does not have."""
     for name in config.vllm_config.vllm_kwargs:
         if (fault := fault_of(PREFIX + name)) is not None:
             raise ConfigError(fault)
@@ -48,7 +41,7 @@ def check_options(config: Config) -> None:
 
 
 def fault_of(key: str) -> str | None:
-    """What is wrong with a key of the configuration that names an option of vLLM. None: nothing, or it names none."""
+    """The fault of a configuration key that names an unknown option of vLLM. None: it names none, or a known one."""
     known = option_names() if key.startswith(PREFIX) else frozenset()
     name = key.removeprefix(PREFIX).partition(".")[0].rstrip("+").replace("_", "-")  # `x.y`, `x+` set a part of x
     if not known or name in known or name.removeprefix("no-") in known:
@@ -60,7 +53,7 @@ def fault_of(key: str) -> str | None:
 
 
 def option_names() -> frozenset[str]:
-    """Names without leading dashes. Empty: they are not known, as where a plugin of vLLM's adds a platform."""
+    """Names without leading dashes. Empty: not known, for example if a plugin of vLLM adds a platform."""
     root = vllm_folder()
     if root is None or entry_points(group="vllm.platform_plugins"):
         return frozenset()
@@ -70,19 +63,19 @@ def option_names() -> frozenset[str]:
 
 
 def vllm_folder() -> Path | None:
-    """Where vLLM's source lies. None: it is not installed."""
+    """Folder of vLLM's source. None: it is not installed."""
     spec = find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """Those of a source, which takes a third of a second to read."""
+    """The names in a source file. Cached, because reading it takes a third of a second."""
     return frozenset(names_in(path.read_text(encoding="utf-8")))
 
 
 def sampling_parameters() -> Mapping[str, str]:
-    """Names of vLLM's sampling parameters with their types as its source has them. Empty: they are not known."""
+    """Names of vLLM's sampling parameters with their types as written in its source. Empty: not known."""
     root = vllm_folder()
     if root is None or not (root / SAMPLING).exists():
         return {}

@@ -1,11 +1,7 @@
 """Finds the roles of this node that hang or are frozen, writes a hang report, and ends their processes.
 
 Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay
-within `launcher.max_log_mb`.
-
-A role that gets no CPU is not frozen. Linux counts the time in which a thread is ready to run but does not run as its
-*run delay*. The delay does not grow while a process is stopped or waits for a lock. The delay since a role fell silent
-is therefore no sign that it hangs.
+within `launcher.max_log_mb`. A role that gets no CPU is not frozen.
 """
 
 import asyncio
@@ -31,7 +27,9 @@ QUIET_S = 2 * HEARTBEAT_S
 
 
 class RunQueues:
-    """Measures the run delay of roles that are silent.
+    """Measures how long silent roles have been ready to run without a CPU, Linux's *run delay*.
+
+    It does not grow while a process is stopped or waits for a lock.
 
     Args:
         pids_of: returns the pids of a job.
@@ -40,12 +38,10 @@ class RunQueues:
     def __init__(self, pids_of: Callable[[str], list[int]]):
         self._pids_of = pids_of
         self._baselines: dict[str, tuple[float, dict[int, float]]] = {}
-        """By job: its last heartbeat, and each thread's run delay when the silence was noticed."""
+        """By job: its last heartbeat, and each thread's run delay when its silence began to be measured."""
 
     def starved(self, statuses: Mapping[str, StatusRecord], jobs: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the seconds for which each silent job has waited for a CPU since its silence was noticed.
-
-        A job has waited as long as the thread of it that waited longest.
+        """Return the longest wait for a CPU, in seconds, of any thread of each silent job.
 
         Args:
             statuses: by status name, with times of the same clock as `now`.
@@ -80,7 +76,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
 STACKS_GRACE_S = 0.5
-"""A live process writes its stacks in some ten milliseconds. One that is frozen writes none."""
+"""A live process writes its stacks in about ten milliseconds. One that is frozen writes none."""
 
 
 class Watchdog:
@@ -99,8 +95,7 @@ class Watchdog:
         """Wait one interval and return the roles that then count as failed.
 
         Args:
-            started: returns the running roles and the monotonic times when they were started. It is called after
-                the wait.
+            started: returns monotonic start times of the running roles. It is called after the wait.
         """
         before = time.monotonic()
         await asyncio.sleep(WATCH_INTERVAL_S)
@@ -124,12 +119,12 @@ class Watchdog:
         return [self._host.run_dir / name / "log.txt" for name in self._jobs]
 
     def _statuses(self) -> dict[str, StatusRecord]:
-        """Every role's newest status with monotonic times, which do not change when the system clock is set."""
+        """Every role's newest status, with monotonic times."""
         offset = time.time() - time.monotonic()
         return {name: status.since_boot(offset) for name, status in read_statuses(self._host.run_dir).items()}
 
     def _stack_pids(self) -> list[int]:
-        """Pids of running roles. They have registered a handler for SIGUSR1, which would end other processes."""
+        """Pids of running roles, which handle SIGUSR1. It would end other processes."""
         ours = set(self._host.all_processes())
         statuses = read_statuses(self._host.run_dir).values()
         return [status.pid for status in statuses if status.pid in ours and status.state == "running"]
@@ -140,7 +135,7 @@ def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pi
 
     Args:
         jobs: names of the roles whose stacks are copied.
-        pids: processes that are asked for their stacks by SIGUSR1.
+        pids: processes that write their stacks at SIGUSR1.
     """
     reaper.signal_all(list(pids), signal.SIGUSR1)
     time.sleep(STACKS_GRACE_S)

@@ -1,12 +1,12 @@
-"""`pipelinerl doctor --config-name=NAME`: what a domain pays hostile players, before a GPU is paid.
+"""`pipelinerl doctor --config-name=NAME`: find rewards that can be gamed, before a run.
 
     pipelinerl doctor --config-name=math --problems 48
     pipelinerl doctor --config-name=quickstart --with-model
     pipelinerl doctor --config-dir=conf --config-name=my_domain --json doctor.json dataset_loader_params.level=2
 
-No server, no GPU and no model: a scripted model plays the training problems with the domain's own judges. Prints what
-every player earned and what is wrong with that. `--with-model` then plays one optimizer batch with the experiment's
-own model and servers, and says how many groups would teach nothing. Exits with 1 if something is wrong, with 2 if the
+No server, no GPU and no model: a scripted model plays the training problems with the domain's own judges. Prints each
+player's rewards and what is wrong with them. `--with-model` then plays one optimizer batch with the experiment's own
+model and servers, and prints how many groups would teach nothing. Exits with 1 if something is wrong, with 2 if the
 domain cannot be played.
 """
 
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def play_with_model(args: argparse.Namespace) -> int:
-    """Plays one optimizer batch in a temporary run folder, as a run of rollouts alone, and says what it would teach."""
+    """Plays one optimizer batch in a temporary run folder and prints its figures. Returns the launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-doctor-") as folder:
         searched = [f"--config-dir={args.config_dir}"] if args.config_dir else []
         own = [

@@ -1,7 +1,7 @@
-"""What the players' earnings say about a domain. Pure: observations → findings.
+"""Findings about a domain from what the players earned. Pure: observations → findings.
 
-No check knows a domain or a mistake. Thresholds are intervals of what was seen: a player is noticed only if the lower
-end of its interval lies above the upper end of what `chance` earns in the same domain.
+No check is written for a domain. Thresholds are confidence intervals: a player is reported only if the lower end of its
+interval lies above the upper end of what `chance` earns in the same domain.
 """
 
 import re
@@ -14,7 +14,7 @@ from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.doctor.policies import CHANCE, PADDED, REFERENCE, UNRELATED
 
 HALF = 0.5
-"""Success of a coin. A player that knows nothing and does surely better has found something."""
+"""Success of a coin, which a player without knowledge does not surely beat."""
 CONTEXT = 16
 """Characters before an answer that `copying_rule` looks at."""
 SLOW_S, SLOWER_THAN_MEDIAN = 2.0, 10.0
@@ -27,7 +27,7 @@ class Observation:
     player: str
     problem: int
     prompt: str
-    """Of the first request. Empty if there was none."""
+    """The first request's. Empty if there was none."""
     reward: float = 0.0
     success: bool = False
     calls: int = 0
@@ -36,7 +36,7 @@ class Observation:
     error: str = ""
     """What the domain raised, with its line. Empty: it returned a result."""
     from_outside: bool = False
-    """Whether the error is that of a service, which the run would repeat."""
+    """Whether a service caused the error, so that the run would repeat the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,9 @@ def errors(seen: Seen) -> Iterable[Finding]:
 
 
 def answers_differ(rollouts: Iterable[Observation]) -> str | None:
-    """Which of a problem's own answer and the next problem's is surely better, or "neither" if both surely succeed.
+    """The player that is surely better: `REFERENCE` or `CHANCE`, or "neither" if both surely succeed.
 
-    None: the value that was tried decides nothing, so it is not the answer.
+    None: the value that was tried makes no difference, so it is not the answer.
     """
     players = by_player(rollouts)
     own, other = players.get(REFERENCE, []), players.get(CHANCE, [])
@@ -160,7 +160,7 @@ def never_right(seen: Seen) -> Iterable[Finding]:
 
 
 def given_away(seen: Seen) -> Iterable[Finding]:
-    """Players that know nothing, and succeed."""
+    """Players that succeed without the answer."""
     players = by_player(seen.rollouts)
     chance = success_interval(players[CHANCE])[1] if players.get(CHANCE) else HALF
     for name, rollouts in players.items():
@@ -178,7 +178,7 @@ def given_away(seen: Seen) -> Iterable[Finding]:
 
 
 def better_than_wrong(seen: Seen) -> Iterable[Finding]:
-    """Players that say nothing, and earn more than a wrong answer in the right format does."""
+    """Players that give no answer and earn more than a wrong one in the right format."""
     players = by_player(seen.rollouts)
     wrong = [rollout for rollout in players.get(CHANCE, ()) if not rollout.success]
     if not wrong:
@@ -254,7 +254,7 @@ def leaks(seen: Seen) -> Iterable[Finding]:
 
 
 def copying_rule(pairs: Sequence[tuple[str, str]]) -> tuple[str, int, int]:
-    """(context, problems of the second half that it solves, their number) of the best rule "copy what stands behind".
+    """The best rule "the answer follows this context": (context, problems that it solves, problems tried).
 
     Args:
         pairs: prompt and right value of each problem. The first half gives the rule, the second tests it.
@@ -273,13 +273,13 @@ def copying_rule(pairs: Sequence[tuple[str, str]]) -> tuple[str, int, int]:
 
 
 def places(prompt: str, answer: str) -> list[int]:
-    """Where the answer stands in the prompt as a whole value."""
+    """Offsets at which the answer is in the prompt as a whole value."""
     whole = r"(?<![\w.])" + re.escape(answer) + r"(?![\w])"
     return [match.start() for match in re.finditer(whole, prompt)]
 
 
 def follows(prompt: str, answer: str, context: str) -> bool:
-    """Whether the answer stands behind the first occurrence of the context."""
+    """Whether the answer follows the first occurrence of the context."""
     at = prompt.find(context)
     return at >= 0 and at + len(context) in places(prompt, answer)
 

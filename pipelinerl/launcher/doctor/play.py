@@ -1,4 +1,4 @@
-"""Plays a domain with a scripted model and its real judges, and returns what was seen. All I/O of the doctor."""
+"""Plays a domain with a scripted model and its real judges. All I/O of the doctor."""
 
 import asyncio
 import contextlib
@@ -36,14 +36,15 @@ from pipelinerl.world.map import Job
 from pipelinerl.world.proxies import open_session
 
 BYTES_PER_TOKEN = 8
-"""Bytes that a token of the policy may have. A token of the scripted model is one byte."""
+"""A token of the scripted model is one byte, one of the policy has up to about eight."""
 FEWEST = 8
+"""The fewest problems of which a player may miss one and surely beat a coin: 7 of 8 have a lower bound of 0.53."""
 PLAYS_PER_PROBLEM = 30
 """Every player plays a problem twice, and a few problems are played in every format."""
 TRIED = 6
 """Problems on which every way to answer is tried."""
 LONGEST = 4000
-"""Characters of the longest answer."""
+"""Characters of the longest answer: far more than a plain one, to find judges that pay for length or slow down."""
 MOST_TRAIN, MOST_TEST = 1000, 400
 """Problems whose prompts are compared."""
 STARTUP_S = 60.0
@@ -83,9 +84,8 @@ class Stage:
 
     Args:
         cfg: the configuration as the domain gets it.
-        rollout: the domain's function.
         parallel: rollouts at a time.
-        seed: of the players' random answers.
+        seed: for the players' random answers.
     """
 
     def __init__(self, cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], *, parallel: int, seed: int):
@@ -136,7 +136,7 @@ class Stage:
 
 
 def scripted_parameters(parameters: Any) -> dict[str, Any]:
-    """The run's sampling parameters, with a limit that holds the same text for the scripted model."""
+    """The run's sampling parameters, with the limit in tokens of the scripted model."""
     limit = parameters.get("max_tokens")
     return {**parameters, **({"max_tokens": limit * BYTES_PER_TOKEN} if limit else {})}
 
@@ -160,24 +160,16 @@ def drawn(problems: Sequence[dict[str, Any]], count: int, seed: int) -> list[dic
 
 
 def affordable(count: int, rollout_s: float, budget_s: float) -> int:
-    """Problems that every player can play in the time, at most ``count`` and at least ``FEWEST``.
-
-    Args:
-        count: problems that are wanted.
-        rollout_s: seconds that one problem took one player.
-        budget_s: seconds for all players.
-    """
+    """Problems that every player can play within ``budget_s``, at most ``count`` and at least ``FEWEST``."""
     return min(count, max(FEWEST, int(budget_s / (PLAYS_PER_PROBLEM * max(rollout_s, 1e-6)))))
 
 
 async def examine(
     stage: Stage, train: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], count: int, budget_s: float
 ) -> Seen:
-    """Lets every player play some training problems, and looks at the prompts of both sets.
+    """Lets every player play some training problems, and reads the prompts of both sets.
 
     Args:
-        stage: the domain.
-        train, test: its problems.
         count: training problems to play.
         budget_s: seconds for it. A slow domain plays fewer problems.
     """
@@ -217,15 +209,15 @@ def fail() -> str:
 
 
 async def first_prompts(stage: Stage, problems: Sequence[dict[str, Any]]) -> list[str]:
-    """The prompts of the first requests. A rollout ends there, because its server is down."""
+    """The prompts of the first requests. The server fails at once, so that the rollout ends there."""
     broken = Player("prompts", lambda index, prompt, random: fail())
     return [observation.prompt for observation in await stage.play(parts([broken], problems)) if observation.prompt]
 
 
 async def found_answering(stage: Stage, problems: Sequence[dict[str, Any]], prompts: Sequence[str]) -> Answering | None:
-    """The value and format for which it matters most whose answer is given: the problem's own, or the next one's.
+    """The value and format with the largest difference in success between the problem's own and the next one's value.
 
-    Where it never matters, the one that succeeds most often. None if none succeeds.
+    If there is no difference, the one that succeeds most often. None if none succeeds.
     """
     options = candidates(problems, prompts)
     some = range(min(TRIED, len(problems)))

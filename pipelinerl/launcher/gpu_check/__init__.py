@@ -1,6 +1,5 @@
 """`pipelinerl gpu-check`: ten minutes on a CUDA machine, and verdicts to paste into an issue.
 
-`__main__` runs the checks of `checks` one after the other, each in processes of its own with a deadline. They return
-facts. `verdicts` compares the facts with the plan; it is pure. `machine` is the only module that knows what a device
-is, so a rehearsal on the CPU runs the same checks.
+`checks` run one after the other in processes of their own, and return facts. `verdicts` compares these with the plan
+(pure). All differences between devices are in `machine`, so that a rehearsal on the CPU runs the same checks.
 """

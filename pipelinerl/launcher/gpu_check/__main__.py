@@ -33,7 +33,7 @@ from pipelinerl.launcher.gpu_check.verdicts import Facts, failed, judge_imports
 LIMIT_S = 600
 IMPORTS_LIMIT_S = 120
 LEAST_S = 20
-"""A check with less time than this is not begun."""
+"""With less time left no check is started: most of it would go to the imports of torch and vLLM."""
 PAGE_WIDTH = 132
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_check(check: GpuCheck, machine: Machine, folder: Path, left_s: float) -> Facts:
-    """The facts of one check, with the seconds that it took."""
+    """The facts of one check, and the seconds that it took."""
     if machine.devices < check.needs_devices:
         return {"not_run": f"needs {check.needs_devices} devices, this machine has {machine.devices}"}
     if left_s < LEAST_S:

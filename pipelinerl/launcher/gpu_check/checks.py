@@ -1,7 +1,4 @@
-"""The checks: what each runs, within which time, and who judges its facts.
-
-Each returns facts as plain data. `problem` says why its processes failed.
-"""
+"""The checks: each has a time limit, returns facts as plain data, and names their judge. `problem` is why it failed."""
 
 import os
 import signal
@@ -35,9 +32,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_ST
 LOOK_S = 0.5
 """Between two looks at the device's memory."""
 STOP_S = 20
-"""A launcher that was asked to end has ended by then, or is killed."""
+"""From SIGTERM to SIGKILL of a launcher, whose own two waves take `launcher.stop_timeout_s` (8 s) each."""
 UPDATES = 20
-"""Weight updates from which a median pause is told."""
+"""Weight updates whose median pause is reported."""
 HEAD_CHUNK = 1024
 """Tokens whose logits exist at a time. `auto` would take more on a large device than the plan counts."""
 
@@ -64,10 +61,7 @@ def trial(module: str, job: Any, limit_s: float) -> Facts:
 
 
 def launch(arguments: Sequence[str], limit_s: float, env: Mapping[str, str]) -> str:
-    """Run an experiment and return why it failed. Empty: it ended well.
-
-    After its time, or at Ctrl-C, it is asked to end.
-    """
+    """Run an experiment for at most ``limit_s`` and return why it failed. Empty: it ended well."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipelinerl.launch", *arguments],
@@ -91,7 +85,7 @@ def launch(arguments: Sequence[str], limit_s: float, env: Mapping[str, str]) -> 
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """A launcher ends its roles by itself when it is asked."""
+    """End a launcher, and its roles with it."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -107,13 +101,13 @@ def one_device(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_machine(accelerator: str, timeout_s: float) -> tuple[Machine | None, Facts]:
-    """The machine and the facts of its imports. None: it cannot be checked, the facts say why."""
+    """The machine and the facts of its imports. None: it cannot be checked, for the reason in the facts."""
     facts = trial("machine", accelerator, timeout_s)
     return (msgspec.convert(facts["machine"], Machine) if facts.get("machine") else None), facts
 
 
 def trial_model(machine: Machine, folder: Path, timeout_s: float) -> tuple[Path, str]:
-    """The model with random weights, and why it could not be made."""
+    """The model with random weights, and why it could not be made (empty: it was)."""
     path = folder.parent / "trial_model"
     if path.exists():
         return path, ""
@@ -126,7 +120,7 @@ def trial_model(machine: Machine, folder: Path, timeout_s: float) -> tuple[Path,
 
 
 def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Path, float], Facts]:
-    """GpuCheck one length of micro-batches."""
+    """The facts of a trainer with one length of micro-batches."""
 
     def facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
         model, problem = trial_model(machine, folder, limit_s)
@@ -143,7 +137,7 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
 def experiment(
     name: str, machine: Machine, run_dir: Path, options: Sequence[str], limit_s: float, env: Mapping[str, str]
 ) -> Facts:
-    """Run the quickstart with these options. Facts of its folder, and the most memory in use on its device."""
+    """Run the quickstart with these options. Returns facts of its folder and the peak memory of its device."""
     arguments = ["--config-name=quickstart", f"output_dir={quoted(str(run_dir))}", *machine.run_options, *options]
     before = max(gpu_used_bytes(), default=0)
     peak, over = [before], threading.Event()
@@ -233,4 +227,4 @@ CHECKS = (
     GpuCheck("model runner V1", 150, other_runner_facts, verdicts.judge_quickstart),
     GpuCheck("communicators", 60, communicator_facts, verdicts.judge_communicators, needs_devices=2),
 )
-"""In the order in which they are run. What shows most in the least time comes first."""
+"""In the order in which they are run: what shows most in the least time comes first."""

@@ -1,7 +1,4 @@
-"""Memory of NCCL communicators, on two GPUs: what each further group of two ranks takes from the device.
-
-Each rank is a process of its own (`launcher.trial`).
-"""
+"""Device memory that each further NCCL communicator of two ranks takes. Each rank is a trial of its own."""
 
 from datetime import timedelta
 from typing import Any
@@ -24,7 +21,7 @@ def free_bytes(device: torch.device, used: torch.Tensor) -> int:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that the first and each further communicator take. One that has not sent anything takes none yet."""
+    """Bytes that the first and each further communicator take, measured after its first collective."""
     rank, meeting = job["rank"], job["meeting"]
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

@@ -1,7 +1,6 @@
 """The machine that is checked. A rehearsal puts CPU and a tiny model in the places of GPU and Qwen2.5-0.5B.
 
-`describe` runs in a process of its own, because it imports torch and vLLM. Its job is the accelerator, its answer the
-machine and what could be imported.
+As a trial of its own (`describe`) it answers the machine and what could be imported.
 """
 
 import contextlib
@@ -16,28 +15,28 @@ from pipelinerl.launcher.trial import answer
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
 
 LIBRARIES = ("torch", "vllm", "transformers")
-"""What this package imports from them is looked up."""
+"""The names that this package imports from them are looked up."""
 EXTENSIONS = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "triton", "deepspeed")
 """Compiled parts, or packages that compile."""
 GPU_BUCKET_MB = 128
-"""That of `conf/base.yaml`. The quickstart has a smaller one for two CPU cores."""
+"""As in `conf/base.yaml`. The quickstart has a smaller one for two CPU cores."""
 REAL_SHAPE = PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"]
 TINY_SHAPE = ModelShape(layers=2, hidden=64, intermediate=128, heads=2, kv_heads=1, head_dim=32, vocab=1024, tied=True)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checks must know of it."""
+    """Facts about it on which the checks depend."""
 
     accelerator: Literal["cuda", "cpu"]
     name: str
     """As CUDA calls the device."""
     devices: int
     memory_bytes: int
-    """Of one device."""
+    """Per device."""
     architecture: str = ""
     """Compute capability, as `sm_90`."""
     overrides: tuple[str, ...] = ()
-    """Of the configuration of every run, from the command line."""
+    """Settings of every run, from the command line."""
 
     @property
     def is_rehearsal(self) -> bool:
@@ -45,7 +44,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model with random weights."""
+        """The shape of the model with random weights."""
         return TINY_SHAPE if self.is_rehearsal else REAL_SHAPE
 
     @property
@@ -67,7 +66,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """Time and memory of a device, as a trainer's process measures them. This class: of a CPU, without memory."""
+    """Measures time and memory of a device in a trainer's process. This class: of a CPU, without memory."""
 
     def reset(self) -> None:
         """Forget the peak."""
@@ -77,7 +76,7 @@ class Meter:
         return None
 
     def wait(self) -> None:
-        """Until everything that was started on the device has ended."""
+        """Wait until everything that was started on the device has ended."""
 
     @contextlib.contextmanager
     def timed(self, seconds: list[float]) -> Iterator[None]:
@@ -90,7 +89,7 @@ class Meter:
 
 
 class CudaMeter(Meter):
-    """Of the current GPU. ``cuda``: the module `torch.cuda`, or a stand-in with these four functions."""
+    """Measures the current GPU. ``cuda``: the module `torch.cuda`, or a stand-in with these three functions."""
 
     def __init__(self, cuda: Any):
         self._cuda = cuda

@@ -1,4 +1,4 @@
-"""What a run folder says about the run's servers and updates: metrics, summary, and events of its logs. Only reads."""
+"""Facts about a run's servers and updates from its folder: metrics, summary, and events of its logs. Only reads."""
 
 import json
 import re

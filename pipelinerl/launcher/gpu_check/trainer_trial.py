@@ -1,7 +1,4 @@
-"""Optimizer steps of one rank, timed, in a process of its own (`launcher.trial`).
-
-Trains a folder's model on made-up batches, as a run's trainer would. Every micro-batch is one full pack of documents.
-"""
+"""Optimizer steps of one rank on made-up batches, timed. A trial of its own."""
 
 import statistics
 from typing import Any
@@ -28,7 +25,7 @@ DOCUMENTS = 4
 MICRO_BATCHES = 2
 WARM_STEPS, TIMED_STEPS = 1, 3
 NOT_TENSORS = ("runtime", "transfer buckets")
-"""Items of the plan that are no tensors of the trainer's."""
+"""Items of the plan that are no tensors."""
 
 
 def made_up_batch(step: int, index: int, tokens: int, vocab: int) -> MicroBatch:

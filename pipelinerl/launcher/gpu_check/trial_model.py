@@ -1,8 +1,4 @@
-"""A model with random weights, for what depends on sizes and not on what a model knows. A process (`launcher.trial`).
-
-The last norm is scaled so that logits have a standard deviation of 4, as those of trained models do: the noise between
-server and trainer grows with it.
-"""
+"""A model with random weights, for measurements that depend on sizes alone. A trial of its own."""
 
 from pathlib import Path
 from random import Random
@@ -20,11 +16,12 @@ from pipelinerl.tiny_model.recipes import make_recipe
 from pipelinerl.tiny_model.tokenizer import train_tokenizer
 
 LOGIT_DEVIATION = 4.0
+"""Standard deviation of logits, as in trained models: the noise between server and trainer grows with it."""
 POSITIONS = 32_768
 
 
 def qwen2_config(shape: ModelShape, **others: Any) -> Qwen2Config:
-    """The configuration of a Qwen2 of this shape in bfloat16. ``others``: further fields."""
+    """The configuration of a Qwen2 of this shape in bfloat16, with further fields."""
     return Qwen2Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -40,12 +37,7 @@ def qwen2_config(shape: ModelShape, **others: Any) -> Qwen2Config:
 
 
 def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> None:
-    """Write tokenizer, configuration and weights. The tokenizer is that of the quickstart's model.
-
-    Args:
-        folder: does not exist.
-        device: on which the values are drawn.
-    """
+    """Write the quickstart's tokenizer, configuration and weights to a new folder. ``device`` draws the values."""
     recipe = make_recipe("largest", {})
     tokenizer = train_tokenizer(sample_texts(recipe, Random(0)), recipe.tags, recipe.max_number)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

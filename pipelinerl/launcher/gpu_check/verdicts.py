@@ -17,7 +17,7 @@ Facts = Mapping[str, Any]
 ENOUGH_SPEED = 0.5
 """Share of a predicted rate below which a verdict is `slow`. Predictions are rooflines."""
 MOST_MEMORY = 1.15
-"""Measured over planned memory above which a plan is wrong: it would have let a run start that dies."""
+"""Measured over planned memory above which a plan is wrong: it would start runs that then fail for memory."""
 LEAST_GAIN = 0.2
 """Held-out success that the quickstart must gain. It gains 0.5 and more."""
 SLOW_PAUSE = 2.0

@@ -1,4 +1,4 @@
-"""The values from which the documents of a platform are rendered, among them the cores that a node needs.
+"""The values from which the documents of a platform are rendered.
 
 A node with GPUs needs one core for each busy process of the roles that the plan places there.
 """
@@ -20,7 +20,7 @@ from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, w
 from pipelinerl.world import Cluster, Job, Node, map_world
 
 CPUS = 8
-"""Of a node without GPUs: its slots share what it has."""
+"""Cores of a node without GPUs, which its slots share."""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -69,7 +69,7 @@ class Deployment:
 
     @cached_property
     def container(self) -> dict[str, Any]:
-        """The configuration that the command line means, plain."""
+        """The configuration of the command line, as plain values."""
         return configuration_of(self.arguments)
 
     @cached_property
@@ -78,17 +78,14 @@ class Deployment:
 
     @property
     def variables(self) -> list[str]:
-        """Names of the environment variables to which the configuration refers, as far as it is here."""
+        """Names of the environment variables to which the configuration refers, as far as it can be read here."""
         try:
             return variables_of(self.container)
         except PipelineRLError:
             return sorted({name for argument in self.arguments for name in variables_of(meant_by(argument))})
 
     def config_as_far_as_it_is_here(self) -> Config:
-        """The configuration, or what the command line itself says for one launch if only the machines have the rest.
-
-        Its file may be in the container's image alone, or name an environment variable that is set there.
-        """
+        """The configuration, or only the command line's settings for one launch if its file cannot be read here."""
         try:
             return self.config
         except PipelineRLError:
@@ -109,7 +106,7 @@ class Deployment:
 
     @cached_property
     def output_dir(self) -> str | None:
-        """What the command line says for the run folder. Raises ``ConfigError`` if it is no text."""
+        """The command line's `output_dir`. Raises ``ConfigError`` if it is no text."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
@@ -127,7 +124,7 @@ class Deployment:
 
     @property
     def run_folder(self) -> str:
-        """The run folder, for a document that has its path. Raises ``ConfigError`` if only a machine knows it."""
+        """The run folder, for a document with its path. Raises ``ConfigError`` if the path differs between machines."""
         folder = self.output_dir or ""
         if folder.startswith("~") or "${" in folder:
             raise ConfigError(f"output_dir={folder}: the document has this path, the same for all nodes: write it out")
@@ -162,7 +159,7 @@ def meant_by(argument: str) -> dict[str, Any]:
 
 
 def configuration_of(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the configuration that this command line of `pipelinerl.launch` means.
+    """Return the configuration of this command line of `pipelinerl.launch`.
 
     Raises:
         PipelineRLError: it is invalid.

@@ -1,9 +1,8 @@
 """Kubernetes: a JobSet for the nodes of a run, and additional servers, which join by lease.
 
-Every pod of the JobSet runs the launcher as on any machine. Its rank is the pod's index, and its peers have the
-JobSet's stable names. Servers of one node are a Deployment. Servers of several are a LeaderWorkerSet, whose controller
-starts all pods of a server again when one ends. The secret comes from a Kubernetes Secret with the run's name, which
-is not in the document, and so do the variables that the configuration refers to, each under its own name.
+Every pod of the JobSet runs a launcher, whose rank is the pod's index. Servers of one node are a Deployment, servers of
+several a LeaderWorkerSet, whose controller starts all pods of a server again when one ends. The secret and the
+variables of the configuration come from a Kubernetes Secret with the run's name, which is not in the document.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ REDIS_PORT = 15000
 MEET_PORT = 15100
 """Where the workers of a server on several nodes meet, on its first pod."""
 MAX_RESTARTS = 10
-"""Of all pods. JobSet does not tell a lost node from a failed run, which ends soon again."""
+"""Restarts of all pods: enough for lost nodes. JobSet also restarts a failed run, which ends soon again."""
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -139,7 +138,7 @@ def server_pod(deployment: Deployment, more: Sequence[str] = ()) -> dict[str, An
 
 
 def pod_of(deployment: Deployment, command: list[str], environment: list[dict[str, Any]], cores: int) -> dict[str, Any]:
-    """Return a pod that is placed where these cores are free. It may use more of them, as long as nobody else does."""
+    """Return a pod that is placed where these cores are free. It may use others that are idle."""
     secrets = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": deployment.name, "key": name, "optional": True}}}
         for name in deployment.variables

@@ -1,9 +1,8 @@
 """A SLURM batch script that starts a launcher on every node, each as a task of one job step.
 
-The launchers meet by leases in the run folder, which all nodes share, and decide what the loss of a node means. If the
-run ends without one that it needs, the launchers' shells ask SLURM to queue the job again, which resumes the run: the
-script itself may be on the lost node. The secret is made when the job starts and is only in the job's environment.
-SIGTERM (`scancel --signal=TERM JOB`, or the time limit's warning) reaches every role, so that the trainer saves.
+The launchers meet by leases in the run folder, which all nodes share. If the run ends for a lost node, the launchers'
+shells ask SLURM to queue the job again, because the script itself may be on that node. SIGTERM (`scancel --signal=TERM
+JOB`, or the time limit's warning) reaches every role, so that the trainer saves.
 """
 
 import shlex
