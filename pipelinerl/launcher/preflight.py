@@ -1,8 +1,4 @@
-"""Checks of model, domain and objective that find before the start what would fail later.
-
-Every check raises a `ConfigError` or `DomainError` with one message, or returns warnings. The user's code runs in a
-separate process with a deadline, so that neither its imports nor its bugs reach the launcher.
-"""
+"""Checks of model, domain and objective before the start. The user's code runs in a process of its own (`trial`)."""
 
 import asyncio
 import contextlib
@@ -27,15 +23,15 @@ from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.model_shape import find_context_limit
 
 DOMAIN_TIMEOUT_S = 14.0
-"""Of the domain's own code. Who starts a run waits for it, and a warning is all that follows."""
-OBJECTIVE_TIMEOUT_S = COMPARE_TIMEOUT_S = 300.0
-"""Of what imports torch first. What takes longer on a machine that can train never ends."""
+"""For the domain's own code. The user waits for it at every start, and a longer one only gives a warning."""
+TORCH_TIMEOUT_S = 300.0
+"""For trials that import torch. One that takes longer on a machine that can train never ends."""
 HUB_TIMEOUT_S = 8.0
-"""A start does not wait longer for a hub that does not answer."""
+"""A start waits no longer for a hub that does not answer."""
 COMPANIONS = ("torchvision", "torchaudio")
 """Packages of torch that transformers imports where they are installed."""
 CHARS_PER_TOKEN = 4
-"""Of English text, about."""
+"""Approximate, for English."""
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
 PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
@@ -46,13 +42,16 @@ MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def check_domain(container: Mapping[str, Any]) -> list[str]:
     """Import the domain's functions, load its problems and try its rollouts. Returns warnings.
 
-    A check that cannot end in time is a warning: a busy machine is no reason against a run.
-    `container` is the configuration together with the world's `jobs`.
+    Args:
+        container: the configuration with the world's `jobs`.
+
+    Raises:
+        DomainError: the run would fail.
     """
     module = ("-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S))
     try:
         verdict = run_trial(*module, job=container, timeout_s=2 * DOMAIN_TIMEOUT_S)
-    except TrialTimeoutError as slow:
+    except TrialTimeoutError as slow:  # a busy machine is no reason against a run
         return [f"the domain's functions were not checked: the check did not end within {slow.timeout_s:g} s"]
     except TrialError as error:
         raise DomainError(f"the domain's code ended the process that imported it ({error.how}): {error}") from error
@@ -71,16 +70,13 @@ def in_time(what: str) -> Iterator[None]:
 
 
 def check_objective(config: Config, container: Mapping[str, Any]) -> None:
-    """Try the policy loss, and an advantage that the user wrote, in a separate process.
-
-    The default objective is left out, because importing torch costs every start a second. The tests try it.
-    """
-    if objective_is_default(config):
+    """Try the policy loss, and an advantage that the user wrote, in a separate process."""
+    if objective_is_default(config):  # importing torch would cost every start a second
         return
     rl, module = config.finetune.rl, "pipelinerl.launcher.objective_check"
     with in_time(f"the trial of `finetune.rl.policy_loss` {rl.policy_loss} and `finetune.rl.advantage` {rl.advantage}"):
         try:
-            verdict = run_trial("-m", module, job=container, timeout_s=OBJECTIVE_TIMEOUT_S)
+            verdict = run_trial("-m", module, job=container, timeout_s=TORCH_TIMEOUT_S)
         except TrialError as error:
             raise ConfigError(f"the objective's code ended the process that tried it ({error.how}): {error}") from error
     if verdict["refusal"]:
@@ -155,17 +151,14 @@ async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None
 
 
 def check_companions() -> None:
-    """Refuse builds of torch's companions that cannot be loaded beside it, with which no model can be imported.
-
-    Only a build of another kind than torch's is tried, in a separate process because that imports torch.
-    """
-    kind = _kind_of_build("torch")
+    """Refuse builds of torch's companions that cannot be loaded beside it, with which no model can be imported."""
+    kind = _kind_of_build("torch")  # only a build of another kind is tried, because that imports torch
     for package in COMPANIONS:
         if _kind_of_build(package) in (None, kind):
             continue
         with in_time(f"the import of the installed {package}"):
             try:
-                run_trial("-c", f"import {package}; print('{{}}')", timeout_s=COMPARE_TIMEOUT_S)
+                run_trial("-c", f"import {package}; print('{{}}')", timeout_s=TORCH_TIMEOUT_S)
             except TrialError as error:
                 raise ConfigError(
                     f"the installed {package} cannot be loaded beside torch {version('torch')} ({error}), and models "
@@ -176,7 +169,7 @@ def check_companions() -> None:
 
 
 def _kind_of_build(package: str) -> str | None:
-    """What a package's version has after `+`, such as `cpu`, or nothing. None: it is not installed."""
+    """The part of a package's version after `+`, such as `cpu`, or nothing. None: it is not installed."""
     try:
         return version(package).partition("+")[2]
     except PackageNotFoundError:
@@ -184,10 +177,7 @@ def _kind_of_build(package: str) -> str | None:
 
 
 def check_scoring_models(config: Config) -> None:
-    """Refuse a reference or a teacher that is no model, or whose tokenizer is not the policy's.
-
-    Tokenizers are compared where the folders are on this machine. The preprocessor compares them all.
-    """
+    """Refuse a reference or a teacher that is no model, or whose tokenizer is here and not the policy's."""
     others = [model.path for model in scoring_models(config) if model.path != config.model_path]
     for path in others:
         check_model(path, "reference_model_path" if path == config.reference_model_path else "teachers.model_path")
@@ -197,14 +187,14 @@ def check_scoring_models(config: Config) -> None:
 
 
 def check_judges(config: Config) -> list[str]:
-    """Refuse a judge with servers in the run that is no model, or whose context has no room for an answer.
+    """Refuse a judge on the run's servers that is no model, or whose context has no room for an answer.
 
-    Returns a warning if it has none for the longest answer. The context of a judge with a URL is not known.
+    Returns a warning if it has none for the longest answer.
     """
     warnings = []
     longest_answer = int(config.llm.parameters["max_tokens"])
     for judge in config.judges:
-        if judge.url is not None:
+        if judge.url is not None:  # its context is not known
             continue
         check_model(judge.model_path, "judges.model_path")
         known = [limit for limit in (max_model_len(config), find_context_limit(judge.model_path)) if limit is not None]
@@ -231,7 +221,7 @@ def check_judges(config: Config) -> list[str]:
 
 
 def _judge_tokens(judge: JudgeSection) -> tuple[int, int]:
-    """Tokens of a judge's opinion, and about how many it is asked with beside question and answer."""
+    """Tokens of a judge's opinion, and about how many its prompt has beside question and answer."""
     if judge.kind == "reward":
         return 0, 0
     messages = judge_messages(
@@ -248,7 +238,7 @@ def _judge_tokens(judge: JudgeSection) -> tuple[int, int]:
 
 
 def check_model(model_path: str, key: str = "model_path") -> None:
-    """Refuse a path that is no model folder, no name in the local cache, and no name that the hub knows."""
+    """Refuse a path that is no model folder, and no name in the local cache or on the hub."""
     path = Path(model_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -262,7 +252,7 @@ def check_model(model_path: str, key: str = "model_path") -> None:
 
 
 def check_context(config: Config) -> None:
-    """Refuse requests that are longer than what the policy, or a model that scores its answers, computes."""
+    """Refuse requests that are longer than the context of the policy or of a model that scores its answers."""
     longest = max_model_len(config)
     overrides = "hf-overrides" in map(option_of, config.vllm_config.vllm_kwargs)
     is_forced = is_on(os.environ, "VLLM_ALLOW_LONG_MAX_MODEL_LEN") or overrides
@@ -276,10 +266,9 @@ def check_context(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Compare the trainer's log-probs with the model's own, in a separate process because that imports torch.
+    """Compare the trainer's log-probs with the model's own, which the trainer repeats for every model.
 
-    The trainer repeats the check for every model. To save time it is skipped here for `PLAIN_TYPES` with ordinary rope,
-    and for models whose configuration is not on this machine yet.
+    Skipped for `PLAIN_TYPES` with ordinary rope, and for models that are not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"
     if not described.is_file() or _is_plain(json.loads(described.read_text(encoding="utf-8"))):
@@ -294,7 +283,7 @@ def check_architecture(config: Config) -> None:
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
     with in_time(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation"):
         try:
-            verdict = run_trial(*argv, timeout_s=COMPARE_TIMEOUT_S)
+            verdict = run_trial(*argv, timeout_s=TORCH_TIMEOUT_S)
         except TrialError as error:
             raise ConfigError(
                 f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {error}"
@@ -311,7 +300,7 @@ def _is_plain(described: Mapping[str, Any]) -> bool:
 
 
 def _hub_problem(name: str) -> str | None:
-    """Why a Hugging Face name cannot be used, or None."""
+    """Why a Hugging Face name cannot be used. None: it can."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError

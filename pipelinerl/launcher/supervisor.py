@@ -1,7 +1,7 @@
 """Keeps roles running until the run is done, is asked to stop, or has used up its restarts.
 
-The supervisor hears of losses from the engine and from the launchers of other nodes, and of a stop request. It carries
-out what `losses` decides and returns one `Ending`. When it ends, every process that the engine started has ended.
+Consumes: losses from the engine and from the launchers of other nodes, and stop requests. It carries out the decisions
+of `losses` and returns one `Ending`, when every process that the engine started has ended.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from pipelinerl.membership.lease import EndKind
 log = logging.getLogger(__name__)
 
 FREED_BYTES = 64 * 2**20
-"""So much more free space ends the wait of a role whose disk was full."""
+"""More free space that ends the wait of a role whose disk was full: some records, more than logs write meanwhile."""
 TRY_AGAIN_S = 60.0
-"""What a role writes may lie on another disk, whose space nobody watches."""
+"""The full disk may be another one, whose space is not watched."""
 SPACE_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFailure:
-    """The reason for which a role ended unexpectedly, with its log and last error."""
+    """Why a role ended unexpectedly, with its log and last error."""
 
     job: str
     reason: str
@@ -62,37 +62,32 @@ class Role:
     command: RoleCommand
     restarts: int = 0
     waits_for_space: int = 0
-    """How often it ended because its disk was full."""
+    """Times that it ended because its disk was full."""
     log_begins: int = 0
     """Bytes of its log that earlier processes and launches wrote."""
 
 
 class PeerLaunchers:
-    """Messages to the launchers of other nodes. This base class sends none, as a world of one node has no others."""
+    """Messages to the launchers of other nodes. This base class sends none, for a world of one node."""
 
     async def tell_actor_done(self, name: str) -> None:
-        """Tell the others that an actor of this node made its last evaluation."""
+        """Announce that an actor of this node made its last evaluation."""
 
     async def tell_end(self, ending: Ending) -> None:
-        """Tell the others that this node is about to stop its roles."""
+        """Announce that this node is about to stop its roles."""
 
 
 class Supervisor:
     """Keeps roles running.
 
     Args:
-        commands: start commands of the roles.
-        engine: runs the processes of the roles.
-        run_dir: the run folder.
-        limits: section `launcher` of the configuration.
         awaited: names of the jobs of the whole world whose end is the end of the run: the actors, or with
             `debug.mode` the standalone roles.
         training_done: returns whether the trainer made its last step. It may block, so a thread calls it.
-        say: tells the user a line.
+        say: prints a line for the user.
         report: writes the report at an orderly end, while the streams can still be read.
-        peers: the launchers of other nodes.
         trains_on_several_nodes: whether the trainer's ranks need other nodes, so that none can save when one is lost.
-        standalone: roles run without the rest of the run, see `ProcessLost.is_standalone`.
+        standalone: see `ProcessLost.is_standalone`.
     """
 
     def __init__(
@@ -148,7 +143,7 @@ class Supervisor:
             self._engine.stop_all(orderly=orderly, may_save=may_save, report=self._report)
 
     def rely_on(self, task: asyncio.Task[None]) -> None:
-        """End the run when this task of the launcher itself fails, instead of leaving its work undone."""
+        """End the run when this task of the launcher itself fails."""
         task.add_done_callback(self._task_ended)
 
     def request_stop(self, reason: str) -> None:
@@ -160,7 +155,7 @@ class Supervisor:
         self.carry_out(Decision(action="end", reason=reason))
 
     def carry_out(self, decision: Decision) -> None:
-        """End the run if this is what follows from a loss outside this node's roles."""
+        """End the run if the decision about a loss outside this node's roles is to end it."""
         if decision.action == "end":
             failure = self._first_failure if decision.ending == "failed" else None
             self._end(decision, failure, decision.reason)
@@ -210,10 +205,7 @@ class Supervisor:
         )
 
     async def _is_training_done(self, role: Role) -> bool:
-        """Return whether training is done. A thread reads the streams, because a store that is down delays the answer.
-
-        The result is False for the stores' own roles, because they must restart without the streams.
-        """
+        """Return whether training is done. False for the stores' own roles, which must restart without the streams."""
         return role.command.kind not in STORES and await asyncio.to_thread(self._training_done)
 
     async def _back_off(self, role: Role, failure: RoleFailure) -> None:
@@ -225,12 +217,10 @@ class Supervisor:
         await asyncio.sleep(delay)
 
     async def _wait_for_space(self, role: Role, failure: RoleFailure) -> None:
-        """Wait until somebody frees space on the run's disk. The full disk may be another one: try again after a while.
-
-        No restart is counted, because none would help.
-        """
+        """Wait until the run's disk has more free space, or for `TRY_AGAIN_S`."""
         if not role.waits_for_space:
-            self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; waiting for free space, at no restart")
+            reason = f"{failure.reason}; {failure.error_line}"
+            self._say(f"{failure.job}: {reason}; waiting for free space (not counted as a restart)")
         role.waits_for_space += 1
         log.warning("event=waiting_for_space job=%s times=%d", failure.job, role.waits_for_space)
         free, deadline = shutil.disk_usage(self._run_dir).free, time.monotonic() + TRY_AGAIN_S

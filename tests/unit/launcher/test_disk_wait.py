@@ -1,4 +1,4 @@
-"""A role whose disk is full: how it says so, and that the supervisor waits at no restart."""
+"""A role whose disk is full: its message, and a supervisor that waits without counting a restart."""
 
 import errno
 import logging
@@ -88,7 +88,7 @@ async def test_supervisor_waits_until_space_is_free_at_no_restart(
     assert (ending.kind, dict(ending.restarts), engine.starts) == ("done", {}, 3)
     assert len(said) == 1
     assert said[0].startswith("actor_0: no space is left where it writes; ")
-    assert said[0].endswith("; waiting for free space, at no restart")
+    assert said[0].endswith("; waiting for free space (not counted as a restart)")
     assert [record.getMessage() for record in caplog.records] == [
         "event=waiting_for_space job=actor_0 times=1",
         "event=waiting_for_space job=actor_0 times=2",

@@ -126,14 +126,14 @@ def test_context_of_a_judge_elsewhere_is_not_known(tmp_path: Path) -> None:
 
 
 def test_loss_that_never_returns_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "OBJECTIVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(preflight, "TORCH_TIMEOUT_S", 0.2)
     own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", "finetune.rl.policy_loss=my.loss"]
     with pytest.raises(ConfigError, match=says("finetune.rl.policy_loss", "my.loss", "has not ended after 0.2 s")):
         preflight.check_objective(parse(compose("base", own)), {})
 
 
 def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "COMPARE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(preflight, "TORCH_TIMEOUT_S", 0.2)
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
     own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
     with pytest.raises(ConfigError, match=says("model_path", str(tmp_path), "has not ended after 0.2 s")):
@@ -143,7 +143,7 @@ def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, mon
 def test_companion_whose_import_never_ends_is_refused_in_one_line(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "COMPARE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(preflight, "TORCH_TIMEOUT_S", 0.2)
     write(installed, "torchvision", "0.28.0", "import time; time.sleep(600)")
     with pytest.raises(ConfigError, match=says("torchvision", "has not ended after 0.2 s")):
         check_companions()
