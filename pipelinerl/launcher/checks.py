@@ -34,6 +34,7 @@ from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.conversations import check_conversations
 from pipelinerl.launcher.existing_servers import check_existing
+from pipelinerl.launcher.model_build import needs_tiny_model
 from pipelinerl.launcher.processes import TEMPORARY_PREFIX
 from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.running import say, voice
@@ -78,7 +79,7 @@ def checked(plan: RunPlan) -> RunPlan:
         warnings = run_checks(plan, begin=checking.append)
     for warning in warnings:
         say(f"warning: {warning}")
-    return replace(plan, builds_model=preflight.needs_tiny_model(plan.config, plan.overrides))
+    return replace(plan, builds_model=needs_tiny_model(plan.config, plan.overrides))
 
 
 def run_checks(
@@ -362,7 +363,7 @@ def model(plan: RunPlan) -> list[str]:
     from pipelinerl.tiny_model.recipes import make_recipe  # imports the domains
 
     tiny = plan.config.tiny_model
-    if preflight.needs_tiny_model(plan.config, plan.overrides):
+    if needs_tiny_model(plan.config, plan.overrides):
         assert tiny is not None
         if "." not in tiny.recipe:  # a function of the user's own runs in the builder
             make_recipe(tiny.recipe, dict(tiny.params))

@@ -1,12 +1,10 @@
 """Checks of model, domain and objective before the start. The user's code runs in a process of its own (`trial`)."""
 
-import asyncio
 import contextlib
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,73 +79,6 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
             raise ConfigError(f"the objective's code ended the process that tried it ({error.how}): {error}") from error
     if verdict["refusal"]:
         raise ConfigError(verdict["refusal"])
-
-
-def discard_broken_model(config: Config, say: Callable[[str], None]) -> None:
-    """Remove a tiny model that a power cut left incomplete, so that it is built again."""
-    from pipelinerl.tiny_model.builder import discard_broken  # imports the domains
-
-    broken = discard_broken(Path(config.model_path)) if config.tiny_model is not None else None
-    if broken:
-        say(f"`model_path` {config.model_path!r} is incomplete ({broken}), as after a power cut: it is built again")
-
-
-def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
-    """Whether the recipe must build `model_path` first. `overrides` are the arguments of the command line.
-
-    A `model_path` typed on the command line is never built silently, because a misspelt path would train a toy.
-    """
-    if config.tiny_model is None or Path(config.model_path).exists():
-        return False
-    typed = any(re.match(r"\+*model_path=", override) for override in overrides)
-    if typed and not any(re.match(r"\+*tiny_model", override) for override in overrides):
-        given = os.path.relpath(config.model_path)
-        hub = ", add `tiny_model=null` if it is a Hugging Face name" if given.count("/") == 1 else ""
-        raise ConfigError(
-            f"`model_path` is {given!r}: it does not exist; correct it{hub}, or build it with `python -m "
-            f"pipelinerl.tiny_model --recipe {config.tiny_model.recipe} --seed "
-            f"{config.tiny_model.seed} --out {given}`"
-        )
-    return True
-
-
-def builder_command(config: Config) -> tuple[str, ...]:
-    """The command that builds `model_path` from its recipe. It is a separate process because it imports torch.
-
-    On a folder that nodes share, the launcher of another node may have built it first.
-    """
-    assert config.tiny_model is not None
-    recipe = config.tiny_model
-    argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--if-missing", "--out", config.model_path]
-    argv += ["--recipe", recipe.recipe, "--seed", str(recipe.seed)]
-    for name, value in recipe.params.items():
-        argv += ["--param", f"{name}={json.dumps(value)}"]
-    return tuple(argv)
-
-
-async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None:
-    """Build `model_path` while the roles import their modules. Returns why it could not be built, or None.
-
-    Args:
-        env: environment that contains the run's mark, so that the builder ends with the run.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *builder_command(config),
-        env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        _, errors = await asyncio.wait_for(process.communicate(), limit_s := config.launcher.startup_timeout_s)
-    except TimeoutError:
-        process.kill()
-        return f"`tiny_model` did not build {config.model_path!r} within launcher.startup_timeout_s={limit_s:g} s"
-    if process.returncode == 0:
-        return None
-    last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-    return f"`tiny_model` could not build {config.model_path!r}: {last.removeprefix('error: ')}"
 
 
 def check_companions() -> None:

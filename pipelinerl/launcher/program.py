@@ -19,10 +19,11 @@ from pipelinerl.config.sections import Config
 from pipelinerl.config.variables import variables_of
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
-from pipelinerl.launcher import preflight, run_dir, several_nodes, streams_at_start
+from pipelinerl.launcher import run_dir, several_nodes, streams_at_start
 from pipelinerl.launcher.checks import checked, run_checks
 from pipelinerl.launcher.commands import CommandOf, printable, role_command
 from pipelinerl.launcher.losses import exit_code_of
+from pipelinerl.launcher.model_build import discard_broken_model
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.run_plan import Experiment, plan_run, resolve
@@ -58,7 +59,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
             setup_launcher_logging(run.path / run_dir.LOG_FILE, run.config.launcher.max_log_mb)
             if claim.finished:
                 return tell_finished(run)
-            preflight.discard_broken_model(run.config, say)
+            discard_broken_model(run.config, say)
             return START[run.config.launcher.engine](run, claim)
 
 

@@ -22,17 +22,17 @@ from pipelinerl.config.environment import (
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.ending import clear_ending
-from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.engine import RoleEngine
-from pipelinerl.launcher.live import RunLine, Voice
+from pipelinerl.launcher.following import TopicFollower
 from pipelinerl.launcher.local import LocalEngine
+from pipelinerl.launcher.model_build import build_tiny_model
 from pipelinerl.launcher.processes import REAPER_GRACE_S, STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.supervisor import Ending, Supervisor
-from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
+from pipelinerl.launcher.terminal import ProgressLines, RunLine, Voice
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
@@ -44,8 +44,8 @@ from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
-PUBLISH_RETRY_S = 0.5
-SERVERS_POLL_S = 0.5
+POLL_S = 0.5
+"""Between two looks at redis or at servers that are starting."""
 
 voice = Voice(lambda line: log.info("%s", line))
 say = voice.say
@@ -183,7 +183,7 @@ async def build_model(config: Config, host: Host, supervisor: Supervisor) -> Non
     """Build the tiny model while the roles start. The run ends if it cannot be built."""
     say(f"building the tiny model {config.model_path}")
     env = {**host.environment, **host.mark.variables("tiny_model")}
-    problem = await preflight.build_tiny_model(config, env)
+    problem = await build_tiny_model(config, env)
     if problem:
         supervisor.fail(problem)
 
@@ -198,7 +198,7 @@ async def publish_address(plan: RunPlan, path: Path) -> None:
             await asyncio.to_thread(publish_run, address, path)
             break
         except StoreAwayError:  # redis is one of the roles that are starting
-            await asyncio.sleep(PUBLISH_RETRY_S)
+            await asyncio.sleep(POLL_S)
     if plan.world.is_open or plan.config.streams.external:
         say(f"servers may join with --run {address}")
 
@@ -235,5 +235,5 @@ async def tell_servers(world: WorldMap) -> None:
     while True:
         if await asyncio.to_thread(lambda: all(map(is_healthy, urls))):
             break
-        await asyncio.sleep(SERVERS_POLL_S)
+        await asyncio.sleep(POLL_S)
     say(f"the servers answer until Ctrl-C: debug.existing_llms=[{','.join(urls)}]")

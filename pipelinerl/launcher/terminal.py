@@ -1,39 +1,238 @@
-"""Prints the lines that stay on the terminal: evaluations, alarms, and an optimizer step at most every 30 s.
+"""The launcher's lines: the live line of what happens now, and lines that stay (evaluations, alarms, optimizer steps).
 
-`TopicFollower` reads the topics `trainer` and `evaluation` in a thread, and so finds out whether training is done.
-`ProgressLines` turns their messages and the newest actor metrics into lines, none about earlier launches.
+`Voice` prints both, `RunLine` describes a run from the roles' status files and the actor's newest metrics, and
+`ProgressLines` turns messages of the run (`following`) into lines that stay. Nothing here decides anything.
 """
 
+import contextlib
 import logging
 import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.finding import Level
+from pipelinerl.inspect.progress import first_answers, longest_answer
 from pipelinerl.inspect.report import imitates_alone, number, read_metrics_tail
 from pipelinerl.inspect.why.watch import AlarmWatch
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
+from pipelinerl.observability.health import waits_for_role
+from pipelinerl.observability.logging import shown
 from pipelinerl.observability.metrics import Point
+from pipelinerl.observability.status import LAUNCHER, StatusRecord, read_statuses
 from pipelinerl.records.messages import (
     EvaluationDone,
-    EvaluationMessage,
     ProbeMissed,
     SamplesProcessed,
     TrainerMessage,
-    TrainingDone,
     TrainingResumed,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.topics import EVALUATION, TRAINER
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-STEP_S = 30.0
+REDRAW_S = 0.25
+REPEAT_S = 30.0
+"""Between two lines in a file or pipe while nothing else is printed, and between two optimizer steps that stay."""
+SPEED_WINDOW_S = 30.0
+"""The speed of optimizer steps is a mean over this time, so that it follows the run without jumping."""
+
+
+class Voice:
+    """Prints the launcher's lines. A closed terminal does not end the run.
+
+    Args:
+        log: called with every line, but not with redrawn live lines.
+        repeat_s: seconds of silence after which the live line is printed if it cannot be redrawn.
+    """
+
+    def __init__(self, log: Callable[[str], None], repeat_s: float = REPEAT_S):
+        self._log, self._repeat_s = log, repeat_s
+        self._said = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Print and log one line at once, above the live line."""
+        self._said = time.monotonic()
+        self._log(line)
+        self.show(shown(line))
+
+    def show(self, text: str) -> None:
+        """Print a text without logging it. If the output is closed (`| head -1`) or full, later ones go nowhere."""
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            self._log(f"standard output cannot be written ({error}): the run goes on, and this log has its lines")
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                lost = os.fstat(sys.stdout.fileno())
+                for descriptor in (1, 2):
+                    if os.path.samestat(os.fstat(descriptor), lost):
+                        os.dup2(nowhere.fileno(), descriptor)  # else rich or Python's exit would fail
+
+    @contextlib.contextmanager
+    def live(self, describe: Callable[[], str]):
+        """Show the line that `describe` returns while the block runs. If it raises, only the line is missing."""
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        console, over = Console(), threading.Event()
+        redrawn = console.is_terminal and not console.is_dumb_terminal
+
+        def text() -> str:
+            try:
+                return describe()
+            except Exception:  # noqa: BLE001 — files that are just being replaced, a role that writes other fields
+                return ""
+
+        def repeat() -> None:
+            while not over.wait(min(REDRAW_S, self._repeat_s)):
+                if redrawn:
+                    line = Text(shown(text()), overflow="ellipsis", no_wrap=True)
+                    with contextlib.suppress(OSError):
+                        screen.update(line, refresh=True)
+                elif time.monotonic() - self._said >= self._repeat_s and (now := text()):
+                    self.say(now)
+
+        screen = Live(console=console, transient=True, auto_refresh=False, redirect_stderr=False)
+        thread = threading.Thread(target=repeat, name="live-line", daemon=True)
+        with screen if redrawn else contextlib.nullcontext():
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+        sys.stdout.flush()
+
+
+class RunLine:
+    """The live line of a run. Each call returns the current text."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        max_train_steps: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        has_rollouts: bool = True,
+    ):
+        self._run_dir, self._max_train_steps, self._clock = run_dir, max_train_steps, clock
+        self._has_rollouts = has_rollouts
+        self._since = clock()
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def __call__(self) -> str:
+        now, statuses = self._clock(), read_statuses(self._run_dir)
+        steps = [int(status.fields.get("step", 0)) for name, status in statuses.items() if is_trainer(name)]
+        step = max(steps, default=0)
+        metrics = read_metrics_tail(self._run_dir, "actor") or {}
+        return describe_run(
+            statuses,
+            metrics,
+            now,
+            self._since,
+            step=step,
+            last=self._max_train_steps,
+            speed=self._speed(now, step),
+            has_rollouts=self._has_rollouts,
+        )
+
+    def _speed(self, now: float, step: int) -> float | None:
+        """Optimizer steps per second over the last `SPEED_WINDOW_S`. None until two different steps were seen."""
+        if step and (not self._steps or step >= self._steps[-1][1]):
+            self._steps.append((now, step))
+        while self._steps and now - self._steps[0][0] > SPEED_WINDOW_S and len(self._steps) > 2:
+            self._steps.popleft()
+        if not self._steps or step == self._steps[0][1]:
+            return None
+        return (step - self._steps[0][1]) / (now - self._steps[0][0])
+
+
+def is_trainer(name: str) -> bool:
+    return name.startswith("finetune_")
+
+
+def describe_run(
+    statuses: Mapping[str, StatusRecord],
+    metrics: Point,
+    now: float,
+    since: float,
+    *,
+    step: int,
+    last: int,
+    speed: float | None,
+    has_rollouts: bool = True,
+) -> str:
+    """Describe the phase of the run in one line, with its duration, the progress and the failed rollouts.
+
+    Args:
+        statuses: by role.
+        metrics: the actor's newest.
+        now: Unix time.
+        since: Unix time of the roles' start.
+        step: newest optimizer step.
+        last: number of optimizer steps of the run.
+        speed: optimizer steps per second. None = not known yet.
+        has_rollouts: False for `stage: sft`.
+    """
+    evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
+    starting = {name: s for name, s in statuses.items() if s.state == "running" and not s.progress_count}
+    if evaluating:
+        parts = [f"evaluating {evaluating}", *longest_answer(metrics)]
+    elif step >= last:
+        parts = [f"ending: the last {'evaluation and saves' if has_rollouts else 'saves'}"]
+    elif starting or not statuses:
+        causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
+        parts = [f"starting, {now - since:.0f} s", *causes]
+    elif not step and (causes := [what_starts(name, s, now) for name, s in statuses.items() if waits_for_servers(s)]):
+        parts = [f"first weights, {now - since:.0f} s", *causes]
+    elif not step and any(is_trainer(name) and not status.waits for name, status in statuses.items()):
+        parts = [f"first optimizer step, {now - since:.0f} s"]
+    elif not step and not has_rollouts:
+        parts = [f"first conversations, {now - since:.0f} s"]
+    elif not step:
+        parts = [f"first rollouts, {now - since:.0f} s", *first_answers(metrics, statuses)]
+    else:
+        parts = [f"training {step}/{last}"]
+    if step and step < last:
+        parts += [f"{number(speed, 2)} steps/s", f"{eta(step, last, speed)} to go"] if speed else []
+    return "  ".join([*parts, *failing(metrics)])
+
+
+def waits_for_servers(status: StatusRecord) -> bool:
+    """Whether the role waits until servers are ready for the first weights."""
+    return bool(status.waits) and status.waits[0].on == "actor_llm"
+
+
+def what_starts(name: str, status: StatusRecord, now: float) -> str:
+    if not status.waits:
+        return f"{name}: loads"
+    wait = status.waits[0]
+    if wait.on == LAUNCHER:
+        return f"{name}: waits for {wait.what}"
+    return f"{name}: {wait.what} {now - wait.since:.0f} s"
+
+
+def eta(step: int, last: int, speed: float) -> str:
+    seconds = (last - step) / speed
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def failing(metrics: Point) -> list[str]:
+    """Describe failed rollouts, such as `12 rollouts failed: timeout 9, domain 3`. Empty if there are none."""
+    counts = {reason: int(count) for reason, count in ActorMetric.FAILURES.found(metrics).items() if count}
+    if not counts:
+        return []
+    reasons = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return [f"{sum(counts.values())} rollouts failed: {reasons}"]
 
 
 class ProgressLines:
@@ -54,7 +253,7 @@ class ProgressLines:
         cfg: Config,
         say: Callable[[str], None],
         note: Callable[[str], None] = log.info,
-        every_s: float = STEP_S,
+        every_s: float = REPEAT_S,
         tracking: RunTracking | None = None,
         model: str | None = None,
     ):
@@ -102,78 +301,10 @@ class ProgressLines:
         is_due = now - self._said_at >= self._every_s or message.step >= self._max_train_steps
         if is_due:
             self._said_at = now
-        (self._say if is_due else self._note)(self._line(message))
-
-    def _line(self, message: SamplesProcessed) -> str:
         seconds = message.timestamp - self._last.timestamp if self._last else None
         actor = (read_metrics_tail(self._run_dir, "actor") or {}) if message.metrics else {}
-        return step_line(message, self._max_train_steps, seconds, max(self._pause_ms, default=None), actor)
-
-
-class TopicFollower:
-    """A thread that reads the topics `trainer` and `evaluation` and hands every message to ``lines``.
-
-    Args:
-        last_step: optimizer step with which training is done.
-    """
-
-    def __init__(self, run_dir: Path, lines: ProgressLines, *, last_step: int):
-        self._run_dir, self._lines, self._last_step = run_dir, lines, last_step
-        self._stop = threading.Event()
-        self._training_done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=10)
-
-    def training_done(self) -> bool:
-        """Whether the trainer made its last step. Reads the topic if the thread has not read that yet."""
-        return self._training_done.is_set() or any(map(self._ends_training, self._trainer_messages()))
-
-    def _ends_training(self, message: TrainerMessage) -> bool:
-        return isinstance(message, TrainingDone) and message.step >= self._last_step
-
-    def _trainer_messages(self) -> list[TrainerMessage]:
-        from pipelinerl.errors import StreamError
-        from pipelinerl.streams import SingleStreamSpec, open_reader
-
-        try:
-            with open_reader(
-                SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
-            ) as reader:
-                return [message for _, message in reader.read_all()]
-        except StreamError:
-            return []
-
-    def _run(self) -> None:
-        """Consume both topics. Ends with `stop`. A failure only costs lines."""
-        from pipelinerl.streams import SingleStreamSpec, open_reader
-
-        while not self._stop.is_set():
-            try:
-                trainer = open_reader(
-                    SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
-                )
-                evaluation = open_reader(
-                    SingleStreamSpec(self._run_dir, EVALUATION), EvaluationMessage, name=None, over_damage=True
-                )
-                with trainer, evaluation:
-                    while not self._stop.is_set():
-                        for _, message in trainer.poll(POLL_S):
-                            self._lines.add_message(message)
-                            if self._ends_training(message):
-                                self._training_done.set()
-                        for _, result in evaluation.poll(0):
-                            if isinstance(result, EvaluationDone):
-                                self._lines.add_result(result)
-                    return
-            except Exception:  # a broken stream is reported by the roles that need it
-                log.exception("event=progress_lines_failed")
-                self._stop.wait(5)
+        line = step_line(message, self._max_train_steps, seconds, max(self._pause_ms, default=None), actor)
+        (self._say if is_due else self._note)(line)
 
 
 def step_line(

@@ -97,7 +97,7 @@ def _is_judged(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
     A rank without a wait of its own takes part in a computation with the other ranks, so theirs is its wait.
     """
     status = statuses[name]
-    if status.state != "running" or not (status.progress_count or _waits_for_role(status)):
+    if status.state != "running" or not (status.progress_count or waits_for_role(status)):
         return False
     return bool(status.waits) or not any(rank.waits for rank in _ranks(name, statuses))
 
@@ -115,7 +115,8 @@ def _ranks(name: str, statuses: Mapping[str, StatusRecord]) -> list[StatusRecord
     return [status for other, status in statuses.items() if job_of_status(other) == job]
 
 
-def _waits_for_role(status: StatusRecord) -> bool:
+def waits_for_role(status: StatusRecord) -> bool:
+    """Whether the role waits for another role."""
     return bool(status.waits) and status.waits[0].on not in (None, LAUNCHER)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pipelinerl.inspect.series import Series
 from pipelinerl.inspect.why.watch import AlarmWatch, MetricsTail
-from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
+from pipelinerl.launcher.following import TopicFollower
+from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, SamplesProcessed, TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend

@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl.errors import DomainError, told_in_one_line
 from pipelinerl.launcher.command_line import refuse
-from pipelinerl.launcher.live import RunLine, Voice, describe_run, eta
+from pipelinerl.launcher.terminal import RunLine, Voice, describe_run, eta
 from pipelinerl.observability.logging import EventFormatter
 from pipelinerl.observability.status import StatusRecord, Wait, write_status
 
@@ -151,7 +151,7 @@ def test_live_line_that_cannot_be_made_ends_nothing(capsys) -> None:
 WITHOUT_READER = """
 import os, sys
 from rich.console import Console
-from pipelinerl.launcher.live import Voice
+from pipelinerl.launcher.terminal import Voice
 
 sys.stdin.readline()
 logged = []
@@ -186,7 +186,7 @@ def test_voice_whose_reader_left_goes_on_and_logs_that(with_errors: bool, tmp_pa
 
 ON_A_TERMINAL = """
 import threading
-from pipelinerl.launcher.live import Voice
+from pipelinerl.launcher.terminal import Voice
 
 shown = threading.Event()
 asked = []

@@ -10,13 +10,12 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError, DatasetError
 from pipelinerl.launcher import domain_check, preflight
+from pipelinerl.launcher.model_build import discard_broken_model, needs_tiny_model
 from pipelinerl.launcher.preflight import (
     _is_plain,
     check_companions,
     check_context,
     check_judges,
-    discard_broken_model,
-    needs_tiny_model,
 )
 from tests.says import says
 

@@ -4,7 +4,8 @@ import threading
 import time
 from pathlib import Path
 
-from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
+from pipelinerl.launcher.following import TopicFollower
+from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingResumed
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.evidence import config
