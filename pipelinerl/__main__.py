@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelinerl.config.environment import in_utf8
 from pipelinerl.config.origin import make_examples_importable
 from pipelinerl.config.paths import config_names, search_path
-from pipelinerl.errors import EXIT_REFUSED
-from pipelinerl.world.process import in_utf8
+from pipelinerl.errors import EXIT_REFUSED, reader_may_leave
 
 
 class Command(NamedTuple):
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     in_utf8()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print_text(help_text())
+        with reader_may_leave():
+            print(help_text())
         return 0 if arguments else EXIT_REFUSED
     name = arguments[0]
     if name not in COMMANDS:
@@ -58,14 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's domain lies there
     make_examples_importable()
     return run_module(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
-
-
-def print_text(text: str) -> None:
-    """Prints, and ignores a reader that closes the pipe early (`pipelinerl --help | head`)."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
 
 
 def run_module(module: str, argv: list[str]) -> int:

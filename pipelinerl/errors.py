@@ -21,9 +21,11 @@
 Users catch ``PipelineRLError``. Messages name the key, the value received, the constraint and the fix.
 """
 
+import contextlib
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 EXIT_REFUSED = 2
 """Exit code of a program that refuses its command line, its configuration or the run folder. A restart cannot help."""
@@ -47,6 +49,16 @@ def told_in_one_line(main: Callable[[], int]) -> int:
     except PipelineRLError as error:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Ends the block quietly when the reader of standard output has seen enough (`pipelinerl --help | head`)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
 
 
 class PipelineRLError(Exception):

@@ -5,8 +5,8 @@ The command line is `pipelinerl.launcher.command_line`.
 
 import sys
 
+from pipelinerl.config.environment import in_utf8
 from pipelinerl.launcher.command_line import main
-from pipelinerl.world.process import in_utf8
 
 if __name__ == "__main__":
     in_utf8()

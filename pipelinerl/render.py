@@ -5,9 +5,9 @@ The command line is `pipelinerl.launcher.render.command`.
 
 import sys
 
+from pipelinerl.config.environment import in_utf8
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.launcher.render.command import main
-from pipelinerl.world.process import in_utf8
 
 if __name__ == "__main__":
     in_utf8()

@@ -2,9 +2,9 @@
 
 import sys
 
+from pipelinerl.config.environment import in_utf8
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.status import main
-from pipelinerl.world.process import in_utf8
 
 if __name__ == "__main__":
     in_utf8()

@@ -3,9 +3,13 @@
 `VARIABLES` declares them all. Their values are checked once, where the launcher and each role start.
 """
 
+import codecs
 import hashlib
 import hmac
+import locale
+import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -175,3 +179,10 @@ def drop_services(env: MutableMapping[str, str]) -> list[str]:
     for name in found:
         del env[name]
     return sorted(found)
+
+
+def in_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if its locale has another encoding. Call it before all else."""
+    if codecs.lookup(locale.getencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -11,6 +11,7 @@ between « and », in green if the terminal has colours.
 """
 
 import argparse
+import contextlib
 import heapq
 import json
 import math
@@ -26,7 +27,7 @@ from rich.text import Text
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
-from pipelinerl.errors import ConfigError, told_in_one_line, visible
+from pipelinerl.errors import ConfigError, reader_may_leave, told_in_one_line, visible
 from pipelinerl.inspect.decode import (
     Message,
     TokenText,
@@ -51,14 +52,8 @@ TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        with look_into(args.run):
-            show(args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has seen enough
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt), reader_may_leave(), look_into(args.run):
+        show(args)
     return 0
 
 

@@ -8,14 +8,14 @@ python -m pipelinerl.streams verify results/x                damage and whom it 
 """
 
 import argparse
+import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import PipelineRLError, StreamError, visible
+from pipelinerl.errors import PipelineRLError, StreamError, reader_may_leave, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import look_into, natural
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
@@ -38,19 +38,14 @@ Show = Callable[[SingleStreamSpec, int, Any], str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    code: int | None = None
     try:
-        with look_into(args.run):
+        with contextlib.suppress(KeyboardInterrupt), reader_may_leave(), look_into(args.run):
             code = args.command(args)
-        sys.stdout.flush()
-        return code or 0
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has seen enough
-    except KeyboardInterrupt:
-        pass
-    return 0
+    return code or 0
 
 
 def tail(args: argparse.Namespace) -> None:

@@ -3,9 +3,8 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 import numpy as np
 
@@ -16,6 +15,9 @@ from pipelinerl.plan.model_shape import find_longrope_limit
 from pipelinerl.records.answers import ANSWER_PATH, AnswerRequest
 from pipelinerl.streams.codec import Codec
 from pipelinerl.world.proxies import own_client
+
+if TYPE_CHECKING:
+    import httpx
 
 TIMEOUT_S = 60.0
 """The first request to a server that has just started is slow: it compiles kernels."""
@@ -39,13 +41,17 @@ def check_existing(config: Config, env: Mapping[str, str] = os.environ) -> list[
     urls = [url.rstrip("/") for url in config.debug.existing_llms]
     if not urls:
         return []
+    import httpx  # slow, and few runs have such servers
+
     secret = env.get(SECRET_VARIABLE, "")
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     with httpx.Client(timeout=TIMEOUT_S, headers=headers, **own_client()) as client:
         return [warning for url in urls for warning in _check(client, url, config)]
 
 
-def _check(client: httpx.Client, url: str, config: Config) -> list[str]:
+def _check(client: "httpx.Client", url: str, config: Config) -> list[str]:
+    import httpx
+
     key = f"`debug.existing_llms` has {url}"
     request = AnswerRequest(token_ids=np.zeros(2, dtype=np.int32), scores=True)
     try:
@@ -57,7 +63,7 @@ def _check(client: httpx.Client, url: str, config: Config) -> list[str]:
             "URLs"
         ) from error
     if status in REFUSED:
-        raise ConfigError(f"{key}, which wants a secret: set {SECRET_VARIABLE} to that of its run")
+        raise ConfigError(f"{key}, which wants a secret: set {SECRET_VARIABLE} to the one of its run")
     if status in UNKNOWN:
         raise ConfigError(f"{key}, which is no server of this project; debug.mode=servers starts servers")
     if models is None:
@@ -66,7 +72,7 @@ def _check(client: httpx.Client, url: str, config: Config) -> list[str]:
         entries = msgspec.json.decode(models.content, type=_Models).data
     except (ValueError, RecursionError):
         said = f"status {models.status_code} at /v1/models"
-        return [f"{url} does not say which model it serves ({said}): is it that of model_path?"]
+        return [f"{url} does not say which model it serves ({said}): is it model_path?"]
     return [warning for entry in entries for warning in compare(url, entry, config)]
 
 

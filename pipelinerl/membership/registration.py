@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.lease import MAX_STEP_S, Lease
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 
 log = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 2.0
-"""Also the longest wait until a role reads a request to leave."""
+LONGEST_PAUSE_S = MAX_STEP_S
+"""As much silence as an observer counts at once. Also the longest wait until a role reads a request to leave."""
 RENEWALS_PER_LEASE = 4
 """Three renewals in a row may be late before a lease runs out."""
 

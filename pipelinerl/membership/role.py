@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pipelinerl.config.environment import in_utf8
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import (
     EXIT_REFUSED,
@@ -35,7 +36,7 @@ from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.world.environment import complete
-from pipelinerl.world.process import die_with_parent, in_utf8, own_rank, raise_open_files
+from pipelinerl.world.process import die_with_parent, own_rank, raise_open_files
 
 if TYPE_CHECKING:
     from pipelinerl.membership.entry import Entry, Membership

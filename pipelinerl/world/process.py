@@ -1,9 +1,7 @@
-"""Settings of the current process: end with its parent, open files, UTF-8, freed memory, and their restoration."""
+"""Settings of the current process: end with its parent, open files, freed memory, and their restoration."""
 
-import codecs
 import contextlib
 import ctypes
-import locale
 import math
 import os
 import resource
@@ -14,6 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from pipelinerl.world import keeper
 
+RESERVED_FILES = 256
+"""Open files of a worker besides connections: logs, libraries, data sets, files of a domain."""
+MIN_CONNECTIONS = 16
+"""Below it the start is refused: a worker would play one group after the other."""
+MAX_OPEN_FILES = 2**20
+"""More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
+
 
 def return_freed_heap() -> None:
     """Give freed blocks of the heap back to the kernel. glibc keeps those of up to 32 MB for later requests."""
@@ -22,21 +27,10 @@ def return_freed_heap() -> None:
         trim(0)
 
 
-PR_SET_PDEATHSIG = 1
-RESERVED_FILES = 256
-"""Open files of a worker besides connections: logs, libraries, data sets, files of a domain."""
-MIN_CONNECTIONS = 16
-"""Below it the start is refused: a worker would play one group after the other."""
-MAX_OPEN_FILES = 2**20
-"""More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """Asks the kernel to send this process a signal when its parent dies for any reason."""
     parent = os.getppid()
-    _libc.prctl(PR_SET_PDEATHSIG, number)
+    keeper.prctl(keeper.PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
@@ -50,13 +44,6 @@ def kept(command: Sequence[str], patience_s: float = math.inf) -> list[str]:
         patience_s: seconds from SIGTERM to SIGKILL. By default the keeper only passes signals on.
     """
     return [sys.executable, "-I", "-S", keeper.__file__, str(patience_s), str(os.getpid()), *command]
-
-
-def in_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode if its locale has another encoding. Call it before all else."""
-    if codecs.lookup(locale.getencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def raise_open_files() -> int:

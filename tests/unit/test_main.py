@@ -52,7 +52,7 @@ def test_help_beside_a_file_that_is_no_text_is_printed(tmp_path: Path) -> None:
 
 def test_program_in_a_locale_without_utf8_starts_again_in_utf8() -> None:
     code = (
-        "import sys; from pipelinerl.world.process import in_utf8; in_utf8(); "
+        "import sys; from pipelinerl.config.environment import in_utf8; in_utf8(); "
         "print(sys.argv[1:], sys.flags.optimize, sys.stdout.encoding, open('/dev/null').encoding)"
     )
     done = subprocess.run(
