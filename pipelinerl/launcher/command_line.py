@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.paths import CONF_DIR, config_names, search_path
-from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.errors import EXIT_REFUSED, ConfigError, PipelineRLError
 from pipelinerl.observability.logging import shown
 from pipelinerl.world.process import process_restored
 
@@ -198,31 +198,42 @@ def quoted(text: str) -> str:
 
 
 def composed(config_name: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[dict[str, Any], "Config"]:
-    """Returns an experiment's configuration, plain and typed, for a command that starts no run.
+    """Returns an experiment's configuration, plain and typed. The arguments and errors are ``composed_container``'s."""
+    from pipelinerl.config.load import parse_container
 
-    Keys that a run must be given may be missing.
+    container = composed_container(config_name, overrides, config_dir)
+    return container, parse_container(container)
+
+
+def composed_container(
+    config_name: str, overrides: Sequence[str], config_dir: Path | None, *, may_miss: bool = True
+) -> dict[str, Any]:
+    """Returns an experiment's configuration as plain values, for a command that starts no run.
+
+    Args:
+        may_miss: keys that a run must be given may be missing.
 
     Raises:
-        PipelineRLError: the configuration cannot be composed, or its values do not fit.
+        ConfigError: the configuration cannot be composed, or holds a secret.
     """
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from pipelinerl.config.load import compose, missing_keys, parse_container, to_container
+    from pipelinerl.config.load import compose, missing_keys, to_container
     from pipelinerl.config.origin import absolute
     from pipelinerl.config.variables import check_secrets
 
     try:
         cfg = compose(config_name, list(map(with_right_plus, overrides)), config_dir, own=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise PipelineRLError(explain_refusal(error, config_names(config_dir))) from error
-    for key in missing_keys(cfg):
+        raise ConfigError(explain_refusal(error, config_names(config_dir))) from error
+    for key in missing_keys(cfg) if may_miss else ():
         OmegaConf.update(cfg, key, "not-given")
     container = absolute(to_container(cfg), Path.cwd())
     check_secrets(container)
-    return container, parse_container(container)
+    return container
 
 
 def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:

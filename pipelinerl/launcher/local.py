@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.launcher.engine import RoleExit
+from pipelinerl.launcher.engine import LEFTOVER_GRACE_S, RoleExit, stop_in_waves
 from pipelinerl.launcher.memory_kills import MemoryKills
 from pipelinerl.launcher.processes import Host, second_signal, stop_roles, wait_for_exit
-from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, is_to_save, stop_in_waves
 from pipelinerl.launcher.watchdog import Watchdog
 from pipelinerl.membership.role import EXIT_LEFT
 from pipelinerl.observability.status import read_statuses
@@ -86,9 +85,13 @@ class LocalEngine:
             may_save: whether a trainer with an unsaved step gets `launcher.save_timeout_s`.
         """
         running = {name: role.process for name, role in self._running.items() if role.command.kind in kinds}
-        statuses = read_statuses(self._host.run_dir)
         ranks = {name: self._host.ranks_of(name) for name in running if name.startswith("finetune_")}
-        saving = {name for name in running if may_save and name in statuses and is_to_save(name, statuses[name])}
+        statuses = read_statuses(self._host.run_dir) if may_save else {}
+        saving = {
+            name
+            for name in ranks.keys() & statuses.keys()
+            if statuses[name].state == "running" and not statuses[name].fields.get("saved", True)
+        }
         if saving:
             self._say(
                 f"{', '.join(sorted(saving))}: saves its last step, for at most launcher.save_timeout_s="

@@ -17,12 +17,11 @@ from typing import Any
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.commands import CommandOf, RoleCommand
-from pipelinerl.launcher.engine import RoleExit
+from pipelinerl.launcher.engine import RoleExit, stop_in_waves
 from pipelinerl.launcher.losses import NodeLost
 from pipelinerl.launcher.processes import second_signal
 from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, units_of, world_at
 from pipelinerl.launcher.ray_role import RoleActor, RolePlace
-from pipelinerl.launcher.stopping import stop_in_waves
 from pipelinerl.membership.role import EXIT_FAILED
 from pipelinerl.world import WorldMap
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.launcher.engine import RoleEngine, RoleExit
+from pipelinerl.launcher.engine import STORES, RoleEngine, RoleExit
 from pipelinerl.launcher.logs import last_error_line, length_of
 from pipelinerl.launcher.losses import Decision, ProcessLost, decide, restart_delay_s
 from pipelinerl.launcher.run_dir import why_not_writable
-from pipelinerl.launcher.stopping import STORES
 from pipelinerl.membership.lease import EndKind
 
 log = logging.getLogger(__name__)

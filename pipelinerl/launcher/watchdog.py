@@ -22,8 +22,13 @@ from pipelinerl.launcher.processes import Host
 from pipelinerl.observability.health import FailedRole, find_failed, job_of_status, wait_chain
 from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord, read_statuses
 
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
 QUIET_S = 2 * HEARTBEAT_S
 """Roles with a younger heartbeat are not examined."""
+STACKS_GRACE_S = 0.5
+"""A live process writes its stacks in about ten milliseconds. One that is frozen writes none."""
 
 
 class RunQueues:
@@ -72,13 +77,6 @@ def run_delays_s(pid: int) -> dict[int, float]:
     return delays
 
 
-log = logging.getLogger(__name__)
-
-WATCH_INTERVAL_S = 1.0
-STACKS_GRACE_S = 0.5
-"""A live process writes its stacks in about ten milliseconds. One that is frozen writes none."""
-
-
 class Watchdog:
     """Watches the status files of roles. It ignores silence from before it was created.
 
@@ -103,7 +101,8 @@ class Watchdog:
         if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself, so it ignores earlier silence
             self._since = now
         running = dict(started())
-        await asyncio.to_thread(cut_logs, self._logs(), self._limits.max_log_mb * 2**20)
+        logs = [self._host.run_dir / name / "log.txt" for name in self._jobs]
+        await asyncio.to_thread(cut_logs, logs, self._limits.max_log_mb * 2**20)
         statuses = await asyncio.to_thread(self._statuses)
         starved = await asyncio.to_thread(self._run_queues.starved, statuses, running, now)
         return find_failed(statuses, running, self._limits, now, self._since, starved)
@@ -114,9 +113,6 @@ class Watchdog:
         await asyncio.to_thread(write_hang_report, self._host.run_dir, failed, self._jobs, self._stack_pids())
         log.warning("event=job_killed job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
         await asyncio.to_thread(self._host.sweep, failed.job, 0)
-
-    def _logs(self) -> list[Path]:
-        return [self._host.run_dir / name / "log.txt" for name in self._jobs]
 
     def _statuses(self) -> dict[str, StatusRecord]:
         """Every role's newest status, with monotonic times."""

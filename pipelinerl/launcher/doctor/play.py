@@ -92,7 +92,9 @@ class Stage:
         self._cfg, self._rollout, self.seed = cfg, rollout, seed
         self._parallel = parallel
         self._tokenizer = byte_tokenizer()
-        self._parameters = scripted_parameters(OmegaConf.to_container(cfg.llm.parameters))
+        self._parameters: dict[str, Any] = dict(OmegaConf.to_container(cfg.llm.parameters))  # type: ignore[arg-type]
+        if limit := self._parameters.get("max_tokens"):
+            self._parameters["max_tokens"] = limit * BYTES_PER_TOKEN
         self._rewards: RewardMode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
 
     async def play(self, plays: Sequence[tuple[Player, int, dict[str, Any]]]) -> list[Observation]:
@@ -133,12 +135,6 @@ class Stage:
                 from_outside=needs_outside(error),
             )
         return observed(player, index, prompts, checked, time.monotonic() - started)
-
-
-def scripted_parameters(parameters: Any) -> dict[str, Any]:
-    """The run's sampling parameters, with the limit in tokens of the scripted model."""
-    limit = parameters.get("max_tokens")
-    return {**parameters, **({"max_tokens": limit * BYTES_PER_TOKEN} if limit else {})}
 
 
 def observed(player: Player, index: int, prompts: Sequence[str], result: RolloutResult, seconds: float) -> Observation:

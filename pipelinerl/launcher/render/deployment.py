@@ -10,13 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.load import compose, parse_container, to_container
-from pipelinerl.config.paths import config_names
+from pipelinerl.config.load import parse_container
 from pipelinerl.config.resume import OF_ONE_LAUNCH, asked_once
 from pipelinerl.config.sections import Config
-from pipelinerl.config.variables import check_literals, check_secrets, variables_of
+from pipelinerl.config.variables import check_literals, variables_of
 from pipelinerl.errors import ConfigError, PipelineRLError
-from pipelinerl.launcher.command_line import explain_refusal, take_config_dir, with_right_plus
+from pipelinerl.launcher.command_line import composed_container, explain_refusal, take_config_dir
 from pipelinerl.world import Cluster, Job, Node, map_world
 
 CPUS = 8
@@ -159,27 +158,14 @@ def meant_by(argument: str) -> dict[str, Any]:
 
 
 def configuration_of(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the configuration of this command line of `pipelinerl.launch`.
-
-    Raises:
-        PipelineRLError: it is invalid.
-    """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
+    """Return the configuration of this command line of `pipelinerl.launch`. Raises ``ConfigError`` if it is invalid."""
     config_dir, rest = take_config_dir(arguments)
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-name", "-cn", default="base")
     known, overrides = parser.parse_known_args(rest)
-    settings = [with_right_plus(each) for each in overrides if not each.startswith("-")]
-    try:
-        container = to_container(
-            compose(known.config_name, settings, Path(config_dir) if config_dir else None, own=True)
-        )
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain_refusal(error, config_names(config_dir))) from error
-    check_secrets(container)
-    return container
+    settings = [each for each in overrides if not each.startswith("-")]
+    folder = Path(config_dir) if config_dir else None
+    return composed_container(known.config_name, settings, folder, may_miss=False)
 
 
 def cores_of(job: Job, config: Config) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipelinerl.launcher.engine import stop_in_waves
 from pipelinerl.launcher.losses import (
     Decision,
     LeaderLost,
@@ -12,7 +13,6 @@ from pipelinerl.launcher.losses import (
     may_be_missing,
     restart_delay_s,
 )
-from pipelinerl.launcher.stopping import stop_in_waves
 from tests.unit.observability.test_health import LIMITS
 
 
