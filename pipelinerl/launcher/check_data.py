@@ -49,7 +49,7 @@ class Checked:
     """Why a run would refuse it."""
 
     def lines(self) -> list[str]:
-        """What is printed: a line for each report and reason, and the refusal."""
+        """The printed lines: one for each report and reason, and the refusal."""
         title = f"{self.domain}: {self.dataset}"
         found = [] if self.reports or self.refusal else [f"{title}: {self.problems} problems"]
         for report in self.reports:

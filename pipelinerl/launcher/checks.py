@@ -37,7 +37,7 @@ from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.launcher.model_build import needs_tiny_model
 from pipelinerl.launcher.processes import TEMPORARY_PREFIX
 from pipelinerl.launcher.run_plan import RunPlan
-from pipelinerl.launcher.running import say, voice
+from pipelinerl.launcher.running import say, terminal
 from pipelinerl.launcher.streams_at_start import check_recording
 from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
@@ -75,7 +75,7 @@ StartCheck = Callable[[RunPlan], list[str] | None]
 def checked(plan: RunPlan) -> RunPlan:
     """Run every check, print the warnings, and return the plan with `builds_model` set."""
     started, checking = time.monotonic(), ["the plan"]
-    with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
+    with terminal.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
         warnings = run_checks(plan, begin=checking.append)
     for warning in warnings:
         say(f"warning: {warning}")
@@ -140,12 +140,12 @@ def open_files(plan: RunPlan) -> list[str]:
     hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], min(files_for(most), MAX_OPEN_FILES)
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return []
-    cure = f"raise it to {needed} (ulimit -Hn {needed}, LimitNOFILE=, docker --ulimit nofile)"
+    fix = f"raise it to {needed} (ulimit -Hn {needed}, LimitNOFILE=, docker --ulimit nofile)"
     if hard < (least := files_for(0)):
-        raise ConfigError(f"the hard limit on open files is {hard}, and every role needs {least}: {cure}")
+        raise ConfigError(f"the hard limit on open files is {hard}, and every role needs {least}: {fix}")
     return [
         f"the hard limit on open files is {hard}: a rollout worker has at most {connections_of(hard)} requests under "
-        f"way at once, not {most}; {cure}, or raise actor.rollout_workers"
+        f"way at once, not {most}; {fix}, or raise actor.rollout_workers"
     ]
 
 

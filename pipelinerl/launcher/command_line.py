@@ -107,9 +107,9 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
         hydra_cfg = HydraConfig.get()
         overrides = list(hydra_cfg.overrides.task)
         if hydra_cfg.mode == RunMode.MULTIRUN and shares_folder(cfg, arguments):
-            cure = "name a swept key in it, as in 'output_dir=results/${seed}'"
+            fix = "name a swept key in it, as in 'output_dir=results/${seed}'"
             codes.append(
-                codes[0] if codes else refuse(f"all runs of --multirun share output_dir={cfg.output_dir}; {cure}")
+                codes[0] if codes else refuse(f"all runs of --multirun share output_dir={cfg.output_dir}; {fix}")
             )
             return
         try:

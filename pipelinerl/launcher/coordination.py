@@ -1,4 +1,4 @@
-"""This launcher among those of the other nodes: it holds a lease, reads theirs, and ends with them.
+"""This launcher beside the other nodes' launchers: it holds a lease, reads theirs, and ends with them.
 
 Consumes: the leases of the run's launchers, every `LOOK_S`. Produces: its own lease. Waits for: nothing, except that a
 follower waits for its leader before the start. Ends: with the supervisor.

@@ -87,7 +87,7 @@ Loss = ProcessLost | NodeLost | LeaderLost | LeasesAway
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows from a loss, and why."""
+    """The consequence of a loss, and its reason."""
 
     action: Literal["continue", "wait", "restart", "move", "end"]
     """The run goes on without what is lost, waits for it, starts it again here or elsewhere, or ends."""

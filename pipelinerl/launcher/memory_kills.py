@@ -45,8 +45,8 @@ class MemoryKills:
         self.look()
         if time.monotonic() - self._risen >= RECENT_S:
             return None
-        cure = f"lower {LOWER[kind]}" if kind in LOWER else "give it more"
-        return f"the kernel ended a process for memory, of which this container has {self._limit_text()}: {cure}"
+        fix = f"lower {LOWER[kind]}" if kind in LOWER else "give it more"
+        return f"the kernel killed a process for memory, and this container has {self._limit_text()}: {fix}"
 
     def _count(self) -> int:
         lines = read(self._files[0]).splitlines() if self._files else []

@@ -136,7 +136,7 @@ def check_judges(config: Config) -> list[str]:
         entry = (
             f"`judges` entry {judge.name!r}: of {context} tokens of context ({judge.model_path}, "
             f"`vllm_config.vllm_kwargs.max_model_len`), {said} are for its opinion (`judges.max_tokens`) and about "
-            f"{asked} for what it is told"
+            f"{asked} for its prompt"
         )
         if room <= 0:
             raise ConfigError(

@@ -58,7 +58,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         with run_dir.holding(claim):
             setup_launcher_logging(run.path / run_dir.LOG_FILE, run.config.launcher.max_log_mb)
             if claim.finished:
-                return tell_finished(run)
+                return report_finished(run)
             discard_broken_model(run.config, say)
             return START[run.config.launcher.engine](run, claim)
 
@@ -87,8 +87,8 @@ def start_local(run: Experiment, claim: Claim) -> int:
     old_streams = streams_at_start.take(claim, plan)
     run_dir.write_run_dir(plan)
     if len(plan.world.nodes) > 1:
-        return tell_ending(asyncio.run(several_nodes.lead(plan, claim, old_streams=old_streams)), plan.config)
-    return tell_ending(asyncio.run(supervise(plan, resumed=claim.resumed, lock=claim.lock)), plan.config)
+        return report_exit(asyncio.run(several_nodes.lead(plan, claim, old_streams=old_streams)), plan.config)
+    return report_exit(asyncio.run(supervise(plan, resumed=claim.resumed, lock=claim.lock)), plan.config)
 
 
 def start_ray(run: Experiment, claim: Claim) -> int:
@@ -112,7 +112,7 @@ def start_ray(run: Experiment, claim: Claim) -> int:
             return engine
 
         ending = asyncio.run(supervise(plan, resumed=claim.resumed, lock=claim.lock, engine_on=engine_on))
-    return tell_ending(ending, plan.config)
+    return report_exit(ending, plan.config)
 
 
 START: Mapping[str, Callable[[Experiment, Claim], int]] = {"local": start_local, "ray": start_ray}
@@ -124,10 +124,10 @@ def follow(run: Experiment) -> int:
     if run_dir.holds_finished(run.path, run.container, force_restart=run.config.force_restart):
         say(f"{run.path}: the run is finished")
         return EXIT_DONE
-    return tell_ending(asyncio.run(several_nodes.follow(checked(plan_run(run)))), run.config)
+    return report_exit(asyncio.run(several_nodes.follow(checked(plan_run(run)))), run.config)
 
 
-def tell_finished(run: Experiment) -> int:
+def report_finished(run: Experiment) -> int:
     say(f"the run in {run.path} is finished:")
     figures = read_debug_run(run.path)
     lines = debug_run_lines(figures, run.path) if figures else summary_lines(read_summary(run.path) or {}, run.path)
@@ -141,7 +141,7 @@ def tell_finished(run: Experiment) -> int:
     return EXIT_DONE
 
 
-def tell_ending(ending: Ending, config: Config) -> int:
+def report_exit(ending: Ending, config: Config) -> int:
     """Print how the run ended and return the exit code."""
     if ending.restarts:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))

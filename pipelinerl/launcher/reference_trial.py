@@ -63,7 +63,7 @@ async def try_references(play: Play, problems: Sequence[Mapping[str, Any]]) -> s
     if asked <= paid():
         return None
     await asyncio.gather(*(try_form(problem, form) for problem in answered for form in ASKED))
-    found.sort(key=lambda pair: pair[1].reward)  # so that the best one is said
+    found.sort(key=lambda pair: pair[1].reward)  # the best one of a form is the last
     said = {form: f"`{form.format('…')}` earn {one.reward:g}" for form, one in found}
     unpaid = [said[form] for form in ASKED if form in said and form in asked - paid()]
     if not unpaid or not paid():

@@ -55,7 +55,7 @@ LOG_FILE = "launcher.log"
 OF_LAUNCHERS = ("launcher.[0-9]*.log", "launcher*.log.1", ".launch-*")
 """Logs of the launchers of other nodes, full logs, and markers that killed launchers have left."""
 OF_FILE_SYSTEM = "lost+found"
-"""What a fresh ext4 volume holds."""
+"""The only entry of a fresh ext4 volume."""
 OWNED = (
     "conf",
     "status",

@@ -32,7 +32,7 @@ from pipelinerl.launcher.processes import REAPER_GRACE_S, STOP_SIGNALS, Host, Re
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_plan import RunPlan
 from pipelinerl.launcher.supervisor import Ending, Supervisor
-from pipelinerl.launcher.terminal import ProgressLines, RunLine, Voice
+from pipelinerl.launcher.terminal import ProgressLines, RunLine, Terminal
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 """Between two looks at redis or at servers that are starting."""
 
-voice = Voice(lambda line: log.info("%s", line))
-say = voice.say
+terminal = Terminal(lambda line: log.info("%s", line))
+say = terminal.say
 
 EngineOn = Callable[[Host], RoleEngine]
 """Makes the engine that runs the roles, from what they share."""
@@ -62,10 +62,10 @@ def show_world(plan: RunPlan) -> None:
     from pipelinerl.plan.world_table import render_world
 
     with contextlib.suppress(ConsoleError):
-        terminal, table = Console(), io.StringIO()
-        drawing = Console(file=table, width=terminal.width, force_terminal=terminal.is_terminal)
+        console, table = Console(), io.StringIO()
+        drawing = Console(file=table, width=console.width, force_terminal=console.is_terminal)
         drawing.print(render_world(plan.config, plan.world))
-        voice.show(table.getvalue().rstrip())
+        terminal.show(table.getvalue().rstrip())
 
 
 async def supervise(
@@ -143,7 +143,7 @@ def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[No
     if plan.node_rank or plan.config.debug.mode in ("servers", "preprocessor"):
         return contextlib.nullcontext()
     has_rollouts = plan.config.stage == "rl"
-    return voice.live(RunLine(path, plan.config.finetune.max_train_steps, has_rollouts=has_rollouts))
+    return terminal.live(RunLine(path, plan.config.finetune.max_train_steps, has_rollouts=has_rollouts))
 
 
 def work_beside(

@@ -102,7 +102,7 @@ def follow(claim: Claim, plan: RunPlan, leader: LauncherNote) -> None:
         return
     if claim.resumed and not leader.resumed:
         raise ConfigError(
-            "`resume` is checkpoint, but the run folder of node 0 is new, so nobody has deleted the old streams: "
+            "`resume` is checkpoint, but the run folder of node 0 is new, so the old streams have not been deleted: "
             "start node 0 with its old folder"
         )
     if leader.resumed:

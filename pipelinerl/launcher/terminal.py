@@ -1,6 +1,6 @@
 """The launcher's lines: the live line of what happens now, and lines that stay (evaluations, alarms, optimizer steps).
 
-`Voice` prints both, `RunLine` describes a run from the roles' status files and the actor's newest metrics, and
+`Terminal` prints both, `RunLine` describes a run from the roles' status files and the actor's newest metrics, and
 `ProgressLines` turns messages of the run (`following`) into lines that stay. Nothing here decides anything.
 """
 
@@ -44,7 +44,7 @@ SPEED_WINDOW_S = 30.0
 """The speed of optimizer steps is a mean over this time, so that it follows the run without jumping."""
 
 
-class Voice:
+class Terminal:
     """Prints the launcher's lines. A closed terminal does not end the run.
 
     Args:

@@ -76,7 +76,7 @@ def answer(work: Callable[[Any], Mapping[str, Any]]) -> NoReturn:
     """Answer the job with the result of `work`, and exit at once without waiting for other threads."""
     job = json.load(sys.stdin)
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever the tried code prints is not the answer
+    os.dup2(2, 1)  # prints of the tried code are not the answer
     found = work(job)
     ours.write(json.dumps(found) + "\n")
     ours.flush()

@@ -1,4 +1,4 @@
-"""How a role enters a run and takes part in it: from its command line to its job, its lease, and the others' leases."""
+"""The entry of a role into a run: from its command line to its job, its lease, and the others' leases."""
 
 import logging
 import os

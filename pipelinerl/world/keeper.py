@@ -136,7 +136,7 @@ def main() -> None:
     if child == 0:
         start(command, keeper, mask)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # the pipes are the command's: it may close them, and whoever reads them sees it
+    for descriptor in (0, 1):  # so that the other end sees it when the command closes its pipes
         os.dup2(nothing, descriptor)
     kept = Keeper(child, parent, patience_s)
     kept.await_command()

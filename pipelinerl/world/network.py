@@ -22,7 +22,7 @@ MAX_LOOK_UPS = 64
 LOWEST_PORT = 15000
 """Services of a machine (databases, Ray, dashboards) have lower ones by convention."""
 DEFAULT_EPHEMERAL_START = 32768
-"""Linux's default. Ports that every node must choose alike end here, whatever a node has set."""
+"""Linux's default. Ports that every node must choose alike end here, with any setting of a node."""
 LARGEST_PORT = 65535
 
 

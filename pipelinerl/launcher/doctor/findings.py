@@ -34,7 +34,7 @@ class Observation:
     tokens: int = 0
     seconds: float = 0.0
     error: str = ""
-    """What the domain raised, with its line. Empty: it returned a result."""
+    """The domain's error, with its line. Empty: it returned a result."""
     from_outside: bool = False
     """Whether a service caused the error, so that the run would repeat the rollout."""
 

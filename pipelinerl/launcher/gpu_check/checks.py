@@ -51,7 +51,7 @@ class GpuCheck:
 
 
 def trial(module: str, job: Any, limit_s: float) -> Facts:
-    """What a module of this folder answers to a job, in a process of its own."""
+    """The answer of a module of this folder to a job, in a process of its own."""
     try:
         return {"problem": "", **run_trial("-m", f"{HERE}.{module}", job=job, timeout_s=limit_s)}
     except TrialError as error:
@@ -177,7 +177,7 @@ def other_runner_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
 
 
 def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
-    """A run of random weights whose gradient is that of the entropy bonus, with answers of one length."""
+    """A run of random weights that trains the entropy bonus alone, with answers of one length."""
     model, problem = trial_model(machine, folder, limit_s)
     if problem:
         return {"problem": f"the model with random weights was not made: {problem}"}

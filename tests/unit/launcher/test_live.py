@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl.errors import DomainError, told_in_one_line
 from pipelinerl.launcher.command_line import refuse
-from pipelinerl.launcher.terminal import RunLine, Voice, describe_run, eta
+from pipelinerl.launcher.terminal import RunLine, Terminal, describe_run, eta
 from pipelinerl.observability.logging import EventFormatter
 from pipelinerl.observability.status import StatusRecord, Wait, write_status
 
@@ -127,14 +127,14 @@ def test_run_line_measures_the_steps_it_saw(tmp_path: Path) -> None:
 
 def test_live_line_in_a_pipe_is_said_after_silence_only(capsys) -> None:
     logged: list[str] = []
-    voice, spoken = Voice(logged.append, repeat_s=0.05), iter(range(10**6))
-    with voice.live(lambda: f"phase {next(spoken)}"):
+    terminal, spoken = Terminal(logged.append, repeat_s=0.05), iter(range(10**6))
+    with terminal.live(lambda: f"phase {next(spoken)}"):
         deadline = time.monotonic() + 60
         while len(logged) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert logged[:2] == ["phase 0", "phase 1"]
     assert "phase 0\nphase 1\n" in capsys.readouterr().out
-    quiet = Voice(logged.append, repeat_s=3600)
+    quiet = Terminal(logged.append, repeat_s=3600)
     with quiet.live(lambda: "never"):
         quiet.say("a line")
     assert capsys.readouterr().out.endswith("a line\n")
@@ -142,8 +142,8 @@ def test_live_line_in_a_pipe_is_said_after_silence_only(capsys) -> None:
 
 
 def test_live_line_that_cannot_be_made_ends_nothing(capsys) -> None:
-    voice = Voice(lambda line: None, repeat_s=0.01)
-    with voice.live(lambda: str(1 / 0)):
+    terminal = Terminal(lambda line: None, repeat_s=0.01)
+    with terminal.live(lambda: str(1 / 0)):
         time.sleep(0.05)
     assert capsys.readouterr().out == ""
 
@@ -151,15 +151,15 @@ def test_live_line_that_cannot_be_made_ends_nothing(capsys) -> None:
 WITHOUT_READER = """
 import os, sys
 from rich.console import Console
-from pipelinerl.launcher.terminal import Voice
+from pipelinerl.launcher.terminal import Terminal
 
 sys.stdin.readline()
 logged = []
-voice = Voice(logged.append)
-with voice.live(lambda: "never"):
-    voice.show("a table")
-    voice.say("the first line")
-    voice.say("the second line")
+terminal = Terminal(logged.append)
+with terminal.live(lambda: "never"):
+    terminal.show("a table")
+    terminal.say("the first line")
+    terminal.say("the second line")
 Console().print("rich would exit here")
 print("and Python would fail at its end")
 open(sys.argv[1], "w").write("\\n".join(logged))
@@ -186,7 +186,7 @@ def test_voice_whose_reader_left_goes_on_and_logs_that(with_errors: bool, tmp_pa
 
 ON_A_TERMINAL = """
 import threading
-from pipelinerl.launcher.terminal import Voice
+from pipelinerl.launcher.terminal import Terminal
 
 shown = threading.Event()
 asked = []
@@ -197,10 +197,10 @@ def describe():
         shown.set()
     return "evaluating 120/512"
 
-voice = Voice(lambda line: None)
-with voice.live(describe):
+terminal = Terminal(lambda line: None)
+with terminal.live(describe):
     shown.wait(30)
-    voice.say("evaluation of version 0")
+    terminal.say("evaluation of version 0")
 print("the end")
 """
 
@@ -246,7 +246,7 @@ def test_live_line_on_a_terminal_is_redrawn_and_leaves_only_what_was_said() -> N
 def test_control_characters_have_no_effect_on_terminal_and_log(
     hostile: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Voice(lambda _: None).say(hostile)
+    Terminal(lambda _: None).say(hostile)
     refuse(hostile)
 
     def fail() -> int:

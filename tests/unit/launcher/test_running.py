@@ -12,7 +12,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config, LauncherSection
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleExit
-from pipelinerl.launcher.program import tell_ending
+from pipelinerl.launcher.program import report_exit
 from pipelinerl.launcher.reporting import ending_record
 from pipelinerl.launcher.running import accompanied
 from pipelinerl.launcher.supervisor import Ending, Supervisor
@@ -95,7 +95,7 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     works = iter([last(), beside()])
     with caplog.at_level(logging.ERROR):
         ending = await asyncio.wait_for(accompanied(supervisor, works, NoTopics()), 60)  # type: ignore[arg-type]
-        assert tell_ending(ending, config()) == 1
+        assert report_exit(ending, config()) == 1
     assert (ending.kind, ending.reason) == ("failed", f"the launcher itself failed in {reason}")
     assert engine.is_stopped
     assert ending_record(ending).reason == ending.reason
@@ -114,5 +114,5 @@ def test_stopped_run_says_what_goes_on_with_it(
     asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command would delete what it has made, or set the streams with its samples aside."""
-    tell_ending(Ending(kind="stopped", reason="SIGINT"), config(*asked))
+    report_exit(Ending(kind="stopped", reason="SIGINT"), config(*asked))
     assert f"stopped by SIGINT; {said} x" in capsys.readouterr().out.replace("\n", " ")
