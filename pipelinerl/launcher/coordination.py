@@ -36,15 +36,15 @@ from pipelinerl.launcher.peers import (
 from pipelinerl.launcher.supervisor import Ending, PeerLaunchers, Supervisor
 from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
 from pipelinerl.membership.registration import LONGEST_PAUSE_S, Registration, new_incarnation
-from pipelinerl.membership.stores import LeaseStore, StoreAwayError, StoreRefusedError
+from pipelinerl.membership.stores import TIMEOUT_S, LeaseStore, StoreAwayError, StoreRefusedError
 from pipelinerl.membership.watch import LOOK_S
 
 log = logging.getLogger(__name__)
 
-LONGEST_LOOK_S = 10.0
-"""One look at a store that is away counts for no more than this, so that a frozen launcher does not give up."""
-HEARD_S = 5.0
-"""An ending launcher waits this long until the others have read its lease: ten looks. It delays an end by no more."""
+LONGEST_LOOK_S = 2 * TIMEOUT_S
+"""A look at redis takes no longer (connection and answer). The rest is time in which this launcher was frozen."""
+HEARD_S = 10 * LOOK_S
+"""An ending launcher waits this long until the others have read its lease."""
 RIVAL_S = 3 * LONGEST_PAUSE_S
 """How long a leader watches for another one's renewals, of which a loaded machine may delay one."""
 

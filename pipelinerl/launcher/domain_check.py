@@ -38,10 +38,11 @@ from pipelinerl.testing import FakeLLM
 from pipelinerl.world.proxies import open_session
 
 ROLLOUT_TIMEOUT_S = 3.0
+"""Up to four rounds of rollouts, one after the other, fit into `preflight.DOMAIN_TIMEOUT_S`."""
 NOWHERE = "http://127.0.0.1:9"
 ANSWERS = ("<answer>1</answer>", "I do not know.", "\\boxed{2}", "")
 """The scripted model's answer in each rollout."""
-END_TOKEN = 256
+END_TOKEN = 256  # the first number that is no byte
 OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
 
 

@@ -14,6 +14,7 @@ from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+"""Longest delay of a line behind its message in the topic `evaluation`."""
 
 
 class TopicFollower:

@@ -12,6 +12,7 @@ RECENT_S = 60.0
 FILES = (("memory.events.local", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes"))
 """Counter and limit of either version."""
 NO_LIMIT = 2**60
+"""Version 1 has a number near 2**63 for no limit."""
 LOWER = {
     "actor": "actor.rollout_workers or actor.llm_max_rollouts",
     "actor_llm": "vllm_config.vllm_kwargs.max_model_len, or take a smaller model",

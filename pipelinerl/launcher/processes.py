@@ -41,6 +41,7 @@ RESTART_S = 1.0
 """Between two starts of a reaper that something keeps killing."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_POLL_S = 0.02
+"""A stop lasts no longer than this beyond its slowest role."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,6 @@ from pipelinerl.world import map_world
 from pipelinerl.world.environment import complete
 from pipelinerl.world.process import process_restored
 
-EXIT_DONE = 0
-
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
     """Run the experiment of a composed configuration and return the exit code.
@@ -78,7 +76,7 @@ def dry_run(run: Experiment) -> int:
     say("dry run: nothing was started or written")
     for warning in (*warnings, *([must_be_given(run.missing)] if run.missing else [])):
         say(f"warning: {warning}")
-    return EXIT_DONE
+    return 0
 
 
 def start_local(run: Experiment, claim: Claim) -> int:
@@ -123,7 +121,7 @@ def follow(run: Experiment) -> int:
     """Run the roles of any other node than the first."""
     if run_dir.holds_finished(run.path, run.container, force_restart=run.config.force_restart):
         say(f"{run.path}: the run is finished")
-        return EXIT_DONE
+        return 0
     return report_exit(asyncio.run(several_nodes.follow(checked(plan_run(run)))), run.config)
 
 
@@ -135,10 +133,10 @@ def report_finished(run: Experiment) -> int:
         say("  " + line)
     if figures:
         say("force_restart=true starts over")
-        return EXIT_DONE
+        return 0
     length = "finetune.max_train_steps" if run.config.sft.epochs is None else "sft.epochs"
     say(f"raise {length} to go on, or force_restart=true to start over")
-    return EXIT_DONE
+    return 0
 
 
 def report_exit(ending: Ending, config: Config) -> int:
@@ -147,7 +145,7 @@ def report_exit(ending: Ending, config: Config) -> int:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
     # Standalone servers end only when they are stopped.
     if ending.kind == "done" or (config.debug.mode == "servers" and ending.kind == "stopped"):
-        return EXIT_DONE
+        return 0
     if ending.kind == "stopped":
         once = " and ".join(asked_once(config))
         without = f" without {once}" if once else ""

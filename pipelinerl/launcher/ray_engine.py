@@ -22,18 +22,20 @@ from pipelinerl.launcher.losses import NodeLost
 from pipelinerl.launcher.processes import second_signal
 from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, units_of, world_at
 from pipelinerl.launcher.ray_role import RoleActor, RolePlace
+from pipelinerl.launcher.reaper import KILL_TIMEOUT_S
 from pipelinerl.membership.role import EXIT_FAILED
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+"""Between two questions to Ray's head."""
 TOLD_AFTER_S = 20.0
 """The user is told of a wait after this time: Ray needs seconds for a placement group that it has room for."""
 LOSS_S = 60.0
 """Ray takes up to this long to report the loss of a node whose actor does not answer."""
-STOP_MARGIN_S = 15.0
-"""After its role's time an actor sweeps (`reaper.KILL_TIMEOUT_S`), and its answer travels."""
+STOP_MARGIN_S = KILL_TIMEOUT_S + 10.0
+"""After its role's time an actor sweeps, and its answer travels."""
 
 
 @dataclass

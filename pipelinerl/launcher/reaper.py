@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 SHARED_MEMORY = "/dev/shm/"
 KILL_TIMEOUT_S = 5.0
+"""A process that SIGKILL does not end in this time waits in the kernel, and is left. Keepers wait as long."""
 KEEPER = b"/world/keeper.py"
 
 

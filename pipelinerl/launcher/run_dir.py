@@ -49,6 +49,7 @@ from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
 from pipelinerl.world.disk import make_folder, replace_file
 
 LOCK_POLL_S = 0.1
+"""A start is delayed by no more than this beyond the reaper's end."""
 REAPER_WAIT_S = 60.0
 """Processes of a killed run end within seconds (`reaper`). One in a call of a slow file system may take longer."""
 LOG_FILE = "launcher.log"

@@ -27,6 +27,7 @@ FREED_BYTES = 64 * 2**20
 TRY_AGAIN_S = 60.0
 """The full disk may be another one, whose space is not watched."""
 SPACE_POLL_S = 1.0
+"""Between two looks at the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from pipelinerl.records.messages import (
 log = logging.getLogger(__name__)
 
 REDRAW_S = 0.25
+"""Between two states of the live line: four a second look alive and cost little."""
 REPEAT_S = 30.0
 """Between two lines in a file or pipe while nothing else is printed, and between two optimizer steps that stay."""
 SPEED_WINDOW_S = 30.0

@@ -18,7 +18,9 @@ COLUMNS = (
     *("finish_reason", "flags"),
 )
 MAX_ROWS = 16
+"""Rollouts in a table, which a person can read."""
 MAX_CHARS = 8000
+"""Characters of a problem and of a text in a table, about 2,000 tokens, so that trackers show it."""
 
 
 def sample_rows(run_dir: Path, step: int, text: TokenText, count: int = MAX_ROWS) -> list[list[Any]]:

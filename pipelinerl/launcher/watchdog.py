@@ -25,6 +25,7 @@ from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord, read_stat
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
+"""Far below the limits that are watched (`launcher.heartbeat_timeout_s`), and cheap."""
 QUIET_S = 2 * HEARTBEAT_S
 """Roles with a younger heartbeat are not examined."""
 STACKS_GRACE_S = 0.5

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 600.0
 """A role that starts alone waits this long for the launcher: platforms may start it minutes before."""
 POLL_S = 0.5
+"""Between two questions to a redis that is starting."""
 DOCUMENTS: Mapping[str, Path] = {"config": Path(RUN_CONFIG), "world": WORLD_FILE}
 
 

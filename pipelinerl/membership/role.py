@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
+EXIT_FAILED = 1  # as for any error of Python's
 EXIT_LEFT = 3
+"""The role left the run on request."""
 EXIT_DISK_FULL = 4
 """The role could not write for lack of space, and can go on as soon as there is some."""
 MODEL_POLL_S = 0.05
+"""Longest delay of a role's start behind the end of the tiny model's builder."""
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
 """Errors that a restart cannot repair. The role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 CORRUPT_ADVICE = (

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 TRACES = "traces"
 """Folder in the run folder."""
 FLUSH_S = 0.5
+"""Spans of this time are lost if the process is killed."""
 QUEUE_SPANS = 1 << 16
 """Longest queue of the thread, some tens of MB. Beyond it the oldest spans are lost and counted."""
 

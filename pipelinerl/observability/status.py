@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from pipelinerl.world.disk import replace_file
 
 HEARTBEAT_S = 2.0
-"""Far below `launcher.heartbeat_timeout_s`, so that a late one is no frozen role."""
+"""A thirtieth of `launcher.heartbeat_timeout_s`, so that late ones are no frozen role."""
 MIN_WRITE_INTERVAL_S = 0.5
 """A busy role's status is written twice a second at most."""
 STATUS_DIR = "status"

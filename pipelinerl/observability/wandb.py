@@ -15,6 +15,7 @@ from pipelinerl.config.rules.machines import WANDB_CHARS, WANDB_ROLE_CHARS
 from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60
+"""wandb's server may be slow. The tracker's thread waits, not the role."""
 MODE_VARIABLE = "WANDB_MODE"
 MODES = ("disabled", "offline", "online")
 """Ordered by how much they send."""

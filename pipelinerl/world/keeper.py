@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ORPHANED_S = 5.0
 """Longest patience when PARENT has ended. The launcher's reaper waits as long (`REAPER_GRACE_S`)."""
@@ -26,6 +26,7 @@ LEFTOVER_S = 1.0
 KILL_S = 5.0
 """A process that SIGKILL does not end in this time waits in the kernel for ever, or belongs to another user."""
 POLL_S = 0.02
+"""Between two searches for processes that are left."""
 LONGEST_WAIT_S = 3600.0
 """Longest wait of one call, which takes no infinity. The loop then waits again."""
 NOT_STARTED = 127

@@ -23,7 +23,7 @@ LOWEST_PORT = 15000
 """Services of a machine (databases, Ray, dashboards) have lower ones by convention."""
 DEFAULT_EPHEMERAL_START = 32768
 """Linux's default. Ports that every node must choose alike end here, with any setting of a node."""
-LARGEST_PORT = 65535
+LARGEST_PORT = 65535  # 16 bits
 
 
 def interface_of(hostname: str) -> str | None:

@@ -18,6 +18,7 @@ HALF = 0.5
 CONTEXT = 16
 """Characters before an answer that `copying_rule` looks at."""
 SLOW_S, SLOWER_THAN_MEDIAN = 2.0, 10.0
+"""A judge is slow if one answer takes it both this many seconds and this many times the median."""
 
 
 @dataclass(frozen=True, kw_only=True)

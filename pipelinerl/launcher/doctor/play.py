@@ -48,7 +48,9 @@ LONGEST = 4000
 MOST_TRAIN, MOST_TEST = 1000, 400
 """Problems whose prompts are compared."""
 STARTUP_S = 60.0
+"""The verifier's workers import the judges' libraries first, which takes a loaded machine some seconds."""
 ROLLOUT_TIMEOUT_S = 30.0
+"""A scripted player answers at once, so this is the time of the domain's judges."""
 
 
 @contextlib.contextmanager

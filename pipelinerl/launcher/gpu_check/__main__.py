@@ -31,10 +31,13 @@ from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.verdicts import Facts, failed, judge_imports
 
 LIMIT_S = 600
+"""The command promises ten minutes. Checks for which no time is left are named."""
 IMPORTS_LIMIT_S = 120
+"""The first import of torch and vLLM on a machine compiles their Python files, from a slow disk perhaps."""
 LEAST_S = 20
 """With less time left no check is started: most of it would go to the imports of torch and vLLM."""
 PAGE_WIDTH = 132
+"""Columns of the page, for a wide terminal or an issue."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

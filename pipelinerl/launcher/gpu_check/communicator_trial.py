@@ -10,7 +10,9 @@ from torch.cuda import nccl
 from pipelinerl.launcher.trial import answer
 
 GROUPS = 3
+"""Further communicators, for a median."""
 TIMEOUT_S = 60
+"""For the other rank: the limit of the whole check."""
 
 
 def free_bytes(device: torch.device, used: torch.Tensor) -> int:

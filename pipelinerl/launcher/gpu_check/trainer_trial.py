@@ -23,7 +23,9 @@ NOT_NEEDED = ("output_dir=/nowhere", "dataset_loader=a.b", "actor.rollout_policy
 DOCUMENTS = 4
 """Documents of a micro-batch."""
 MICRO_BATCHES = 2
+"""Per optimizer step: with a second one gradients are accumulated."""
 WARM_STEPS, TIMED_STEPS = 1, 3
+"""The first step compiles kernels and allocates the optimizer's states. The others give a median."""
 NOT_TENSORS = ("runtime", "transfer buckets")
 """Items of the plan that are no tensors."""
 

@@ -18,6 +18,7 @@ from pipelinerl.tiny_model.tokenizer import train_tokenizer
 LOGIT_DEVIATION = 4.0
 """Standard deviation of logits, as in trained models: the noise between server and trainer grows with it."""
 POSITIONS = 32_768
+"""As Qwen2.5-0.5B, more than the longest timed micro-batch (`Machine.trained_lengths`)."""
 
 
 def qwen2_config(shape: ModelShape, **others: Any) -> Qwen2Config:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 
 from pipelinerl.launcher.render import jobset, slurm
-from pipelinerl.launcher.render.deployment import Deployment
+from pipelinerl.launcher.render.deployment import CPUS, Deployment
 
 TARGETS: Mapping[str, Callable[[Deployment], str]] = {"slurm": slurm.render, "jobset": jobset.render}
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="pipelinerl", help="of the job (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--cpus-per-node", type=int, help="(default: what the plan's roles need on GPUs, else 8)")
+    parser.add_argument("--cpus-per-node", type=int, help=f"(default: what the plan's roles need on GPUs, else {CPUS})")
     parser.add_argument("--hours", type=int, default=24, help="time limit (default: %(default)s)")
     parser.add_argument("--python", default="python", help="interpreter on the machines (default: %(default)s)")
     parser.add_argument("--workdir", default=".", help="folder on the machines in which roles start")

@@ -17,6 +17,7 @@ from pipelinerl.streams.spec import run_key
 
 JOB = "nodes"
 REDIS_PORT = 15000
+"""Below the ports that Linux gives to outgoing connections, as all ports of a run."""
 MEET_PORT = 15100
 """Where the workers of a server on several nodes meet, on its first pod."""
 MAX_RESTARTS = 10

@@ -4,6 +4,7 @@ import errno
 import logging
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,7 +78,7 @@ async def run(engine: Engine, folder: Path, said: list[str]):
 async def test_supervisor_waits_until_space_is_free_at_no_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free = iter([0, 2**20, 2**27, 0, 2**27])
+    free = iter([0, 2**26 - 1, 2**26, 0, 2**26])
     monkeypatch.setattr(supervisor.shutil, "disk_usage", lambda _: Usage(next(free)))
     monkeypatch.setattr(supervisor, "SPACE_POLL_S", 0.0)
     engine, said = Engine(EXIT_DISK_FULL, EXIT_DISK_FULL, 0), []
@@ -96,11 +97,12 @@ async def test_supervisor_waits_until_space_is_free_at_no_restart(
     assert not list(free)
 
 
-async def test_supervisor_tries_again_when_the_full_disk_is_another_one(
+async def test_supervisor_tries_again_after_a_minute_because_the_full_disk_may_be_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    times = iter([0.0, 59.9, 60.1])
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(supervisor.shutil, "disk_usage", lambda _: Usage(2**40))
-    monkeypatch.setattr(supervisor, "TRY_AGAIN_S", -1.0)
     monkeypatch.setattr(supervisor, "SPACE_POLL_S", 0.0)
     ending = await run(Engine(EXIT_DISK_FULL, 0), tmp_path, [])
-    assert (ending.kind, dict(ending.restarts)) == ("done", {})
+    assert (ending.kind, dict(ending.restarts), list(times)) == ("done", {}, [])

@@ -118,11 +118,13 @@ def test_run_line_measures_the_steps_it_saw(tmp_path: Path) -> None:
     now = [NOW]
     describe = RunLine(tmp_path, 160, clock=lambda: now[0])
     assert describe() == "starting, 0 s"
-    for seconds, step in ((1, 1), (3, 5)):
+    shown = []
+    for seconds, step in ((1, 1), (3, 5), (35, 21), (45, 31)):
         now[0] = NOW + seconds
         write_status(tmp_path / "status" / "finetune_0.json", role("finetune_0", step=step))
-        shown = describe()
-    assert shown == "training 5/160  2.00 steps/s  78 s to go"
+        shown.append(describe())
+    assert shown[1] == "training 5/160  2.00 steps/s  78 s to go"
+    assert [line.split("  ")[1] for line in shown[2:]] == ["0.50 steps/s", "1.00 steps/s"]  # of 30 seconds
 
 
 def test_live_line_in_a_pipe_is_said_after_silence_only(capsys) -> None:

@@ -2,19 +2,20 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, WorldError
+from pipelinerl.errors import ConfigError, DeadlineError, WorldError
 from pipelinerl.membership import address, entry
 from pipelinerl.membership.address import RedisAddress, fetch_run, parse_address
 from pipelinerl.membership.entry import part_name
 from pipelinerl.membership.joining import Whereabouts, claim_name, job_of, reach_of, read_span
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.role import status_name
-from pipelinerl.membership.stores import FolderStore, StoreRefusedError
+from pipelinerl.membership.stores import FolderStore, RedisStore, StoreRefusedError
 from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.cluster import Node
 from tests.says import says
@@ -146,6 +147,21 @@ class Refusing:
         raise StoreRefusedError("redis at h:1 refuses the password: WRONGPASS")
 
     leases = claim = documents
+
+
+def test_run_that_is_not_published_is_awaited_for_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A platform may start servers long before the launcher."""
+    times = iter([0.0, 599.9, 600.1])
+    monkeypatch.setattr(address, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None))
+    monkeypatch.setattr(address, "redis_store", lambda where: SimpleNamespace(documents=dict))
+    with pytest.raises(DeadlineError, match="was not published within 600 s"):
+        fetch_run(RedisAddress("h", 1, "x"), tmp_path)
+
+
+def test_lease_outlives_four_answers_of_redis_that_do_not_come(cfg: Config) -> None:
+    options = RedisStore({"host": "h", "port": 1}, "x")._client.get_connection_kwargs()
+    assert options["socket_timeout"] == options["socket_connect_timeout"]
+    assert 4 * options["socket_timeout"] < cfg.launcher.lease_ttl_s
 
 
 def test_password_that_is_refused_ends_the_wait_at_once(

@@ -214,6 +214,8 @@ def test_event_formatter_indents_tracebacks_and_removes_secrets(monkeypatch: pyt
         ('quo"ted\\key', json.dumps({"k": 'quo"ted\\key'}), '{"k": "***"}'),
         ("-----BEGIN-----\nabcdefgh\n", "line abcdefgh", "line ***"),
         ("", "nothing is hidden", "nothing is hidden"),
+        ("secret", "a word of six letters: secret", "a word of six letters: ***"),
+        ("words", "a word of five letters: words", "a word of five letters: words"),
     ],
 )
 def test_redacted_text_holds_the_secret_in_no_form(

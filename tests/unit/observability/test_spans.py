@@ -86,6 +86,18 @@ def test_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     assert len(starts) >= 30
 
 
+def test_spans_beyond_65536_that_wait_are_lost_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spans, "FLUSH_S", 3600.0)  # the thread writes at the end only
+    writer = make_writer(tmp_path / "actor_0.jsonl", 1 << 30)
+    for number in range(65_536 + 2):
+        writer.put(SpanRecord("rollout", "0-0/0", number, number, True, {}))
+    writer.close()
+    assert "event=spans_lost count=2" in caplog.text
+    assert read(tmp_path / "actor_0.jsonl")[0][0].start == 2
+
+
 def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "folder").write_text("a file stands where the folder must be")
     spans.install(make_writer(tmp_path / "folder" / "actor_0.jsonl"))

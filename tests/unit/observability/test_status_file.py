@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.observability.status import Activity, CurrentWait, RoleStatus, read_statuses
+from pipelinerl.config.load import compose, parse
+from pipelinerl.observability.status import HEARTBEAT_S, Activity, CurrentWait, RoleStatus, read_statuses
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
@@ -20,6 +21,10 @@ def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_frozen_role_has_missed_thirty_heartbeats() -> None:
+    assert parse(compose("quickstart", ["output_dir=x"])).launcher.heartbeat_timeout_s >= 30 * HEARTBEAT_S
 
 
 def test_status_progress_is_published_soon(tmp_path: Path) -> None:
