@@ -16,11 +16,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pipelinerl.config.sections import Config
+
+if TYPE_CHECKING:
+    from pipelinerl.observability.otlp import OTLPSink
 
 log = logging.getLogger(__name__)
 
@@ -88,15 +91,6 @@ def with_ids(batch: SpanBatch) -> Iterator[tuple[SpanRecord, SpanIds]]:
         yield span, span_ids(run, process, span)
 
 
-class Sink(Protocol):
-    """Also takes the spans (`otlp.OTLPSink`)."""
-
-    def export(
-        self, name: str, ids: SpanIds, start: int, end: int, attributes: Mapping[str, AttributeValue]
-    ) -> None: ...
-    def close(self) -> None: ...
-
-
 def run_key_of(cfg: Config) -> bytes:
     """A key that all processes of a run share, and other runs do not."""
     return hashlib.blake2b(cfg.output_dir.encode(), digest_size=16).digest()
@@ -113,7 +107,12 @@ class SpanWriter:
     """
 
     def __init__(
-        self, path: Path, run: bytes, resource: Mapping[str, AttributeValue], max_bytes: int, sink: Sink | None = None
+        self,
+        path: Path,
+        run: bytes,
+        resource: Mapping[str, AttributeValue],
+        max_bytes: int,
+        sink: "OTLPSink | None" = None,
     ):
         self._path, self._max_bytes, self._sink = path, max_bytes, sink
         self._empty = SpanBatch(run=run.hex(), resource=dict(resource), spans=())
@@ -191,11 +190,11 @@ def start_recording(cfg: Config, run_dir: Path, process: str) -> None:
         "service.namespace": str(cfg.output_dir),
         "process.pid": os.getpid(),
     }
-    sink: Sink | None = None
+    sink: OTLPSink | None = None
     if cfg.tracing.otlp_endpoint is not None:
-        from pipelinerl.observability.otlp import OTLPSink
+        from pipelinerl.observability import otlp  # an extra
 
-        sink = OTLPSink(cfg.tracing.otlp_endpoint, resource)
+        sink = otlp.OTLPSink(cfg.tracing.otlp_endpoint, resource)
     path = run_dir / TRACES / f"{process}.jsonl"
     install(SpanWriter(path, run_key_of(cfg), resource, cfg.tracing.trace_mb << 20, sink))
     atexit.register(stop)

@@ -35,3 +35,14 @@ def test_imports_of_light_modules_load_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_help_of_the_command_loads_no_configuration_and_a_start_no_client_of_other_servers() -> None:
+    code = (
+        "import sys, pipelinerl.__main__\n"
+        "assert not {'pydantic', 'msgspec', 'pipelinerl.world'} & set(sys.modules)\n"
+        "import pipelinerl.launcher.existing_servers\n"
+        "assert 'httpx' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
