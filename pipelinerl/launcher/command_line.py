@@ -284,7 +284,7 @@ def explain_file(error: Exception, config_dir: str | None) -> str:
     files = [path for folder in search_path(config_dir) for path in sorted(folder.rglob("*.yaml")) if path.is_file()]
     if isinstance(error, UnicodeDecodeError):
         wrong = [str(path) for path in files if error.object in path.read_bytes()]
-        return f"{', '.join(wrong) or 'a configuration'} is no text in UTF-8: save it as that ({error})"
+        return f"{', '.join(wrong) or 'a configuration'} is not text in UTF-8: save it so ({error})"
     fix = "; write `defaults: [base, _self_]`" if "defaults" in str(error) else ""
     told = " ".join(str(error).split()) or type(error).__name__
     return f"the configuration cannot be composed: {told}{fix}"

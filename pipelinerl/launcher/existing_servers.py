@@ -59,11 +59,11 @@ def _check(client: "httpx.Client", url: str, config: Config) -> list[str]:
         models = client.get(f"{url}/v1/models") if status == httpx.codes.OK else None
     except httpx.HTTPError as error:
         raise ConfigError(
-            f"{key}, which does not answer ({type(error).__name__}); debug.mode=servers starts servers and says their "
-            "URLs"
+            f"{key}, which does not answer ({type(error).__name__}); debug.mode=servers starts servers and prints "
+            "their URLs"
         ) from error
     if status in REFUSED:
-        raise ConfigError(f"{key}, which wants a secret: set {SECRET_VARIABLE} to the one of its run")
+        raise ConfigError(f"{key}, which needs a secret: set {SECRET_VARIABLE} to the one of its run")
     if status in UNKNOWN:
         raise ConfigError(f"{key}, which is no server of this project; debug.mode=servers starts servers")
     if models is None:

@@ -137,7 +137,7 @@ def decide(loss: Loss) -> Decision:
 
 def _after_process(loss: ProcessLost) -> Decision:
     if loss.code == EXIT_LEFT and loss.kill_reason is None and loss.kind in SERVER_KINDS:  # no other can be asked
-        return Decision(action="continue", reason="it left the run as it was asked to")
+        return Decision(action="continue", reason="it left the run on request")
     if loss.code == EXIT_DISK_FULL and loss.kill_reason is None:
         return Decision(action="wait", reason="no space is left where it writes")
     ended_itself = loss.code == 0 and loss.kill_reason is None

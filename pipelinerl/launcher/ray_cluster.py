@@ -69,7 +69,7 @@ def connected(address: str | None) -> Iterator[None]:
         if os.environ.get("RAY_AUTH_MODE") not in ("token", "disabled"):
             raise ConfigError(
                 "this Ray cluster lets everybody who reaches it run commands: start its nodes and the launcher with "
-                "RAY_AUTH_MODE=token, or say RAY_AUTH_MODE=disabled if only trusted machines reach it"
+                "RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled if only trusted machines reach it"
             )
         yield
     finally:

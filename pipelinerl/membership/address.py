@@ -55,7 +55,7 @@ def parse_address(text: str) -> Path | RedisAddress:
     """
     if "://" not in text:
         return Path(text)
-    form = "write redis://HOST:PORT/RUN, as the launcher says it at its start"
+    form = "write redis://HOST:PORT/RUN, as the launcher prints it at its start"
     parts = urlsplit(text)
     if parts.password or parts.username:
         raise ConfigError(f"a run's address holds no password: set {REDIS_PASSWORD_VARIABLE}, and {form}")

@@ -130,7 +130,7 @@ def role_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--job", required=True, help="a job of the world, e.g. actor_0; or a kind that joins, e.g. actor_llm"
     )
-    parser.add_argument("--host", help="how others reach this role, where the world says it wrong or not at all")
+    parser.add_argument("--host", help="this role's address for others, if the world has a wrong one or none")
     parser.add_argument("--port", type=int, help="port to listen on, likewise")
     parser.add_argument("--serves", type=int, help="a server that joins: the replica of the actor that uses it")
     parser.add_argument("--nodes", type=int, default=1, help="a server on several nodes: how many it has")

@@ -115,7 +115,7 @@ def test_quoted_text_is_read_as_that_text(text: str) -> None:
     ("content", "told"),
     [
         (b"defaults: quickstart\n", "defaults must be a list (got str); write `defaults: [base, _self_]`"),
-        ("defaults: [base]\n".encode("utf-16"), "mine.yaml is no text in UTF-8: save it as that"),
+        ("defaults: [base]\n".encode("utf-16"), "mine.yaml is not text in UTF-8: save it so"),
         (b"defaults: [base, {3: [a]}]\n", "error: the configuration cannot be composed: "),
     ],
 )

@@ -78,7 +78,7 @@ def test_exit_names_signal_budget_and_reason() -> None:
 
 
 def test_server_that_left_is_not_started_again_unless_the_launcher_killed_it() -> None:
-    assert after_exit("actor_llm", 3) == Decision(action="continue", reason="it left the run as it was asked to")
+    assert after_exit("actor_llm", 3) == Decision(action="continue", reason="it left the run on request")
     assert after_exit("actor_llm", 3, kill_reason="frozen").action == "restart"
 
 
