@@ -80,6 +80,7 @@ def test_start_waits_eight_seconds_for_the_hub(monkeypatch: pytest.MonkeyPatch) 
         raise TimeoutError
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     with pytest.raises(ConfigError, match=r"the hub cannot be asked \(TimeoutError\)"):
         preflight.check_model("nobody/nothing")
