@@ -196,3 +196,8 @@ def test_tokens_per_second_count_answers_under_way() -> None:
     second = metrics.snapshot(4.0)
     assert (second["tokens_generated_per_s"], second["longest_under_way"], second["rollouts_ended"]) == (50.0, 90, 3)
     assert metrics.snapshot(5.0)["tokens_generated_per_s"] == 0.0
+
+
+def test_answer_that_grew_within_a_minute_is_growing() -> None:
+    growth = Growth(grew=100.0)
+    assert [growth.is_growing(100.0 + s) for s in (59.9, 60.1)] == [True, False]

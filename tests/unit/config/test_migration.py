@@ -262,6 +262,8 @@ def test_interrupted_run_keeps_its_schedules(tmp_path: Path) -> None:
     config = config_of(migrate(old), tmp_path)
     assert (config.finetune.max_train_steps, config.finetune.schedule_steps) == (90, 1000)
     assert learning_rate(config.finetune, 500) == pytest.approx(0.5e-6)
+    unset = config_of(migrate(experiment(finetune={"interrupt_train_steps": 90, "num_warmup_steps": 0})), tmp_path)
+    assert unset.finetune.schedule_steps == 100_000
     whole = config_of(migrate(experiment(finetune={"interrupt_train_steps": -1})), tmp_path)
     assert (whole.finetune.max_train_steps, whole.finetune.schedule_steps) == (100_000, None)
 

@@ -5,7 +5,7 @@ import pytest
 from pipelinerl.config.load import compose, parse, parse_container, to_container
 from pipelinerl.config.nested import with_settings
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, max_model_len, probe_tolerance
+from pipelinerl.config.servers import devices_per_server, first_capacity, max_model_len, most_rollouts, probe_tolerance
 from pipelinerl.errors import ConfigError
 from tests.says import says
 
@@ -49,6 +49,12 @@ def test_server_options_named_twice_must_agree() -> None:
 )
 def test_max_model_len_is_found_in_either_spelling(options: dict[str, object], length: int | None) -> None:
     assert max_model_len(config(**options)) == length
+
+
+def test_server_takes_32_rollouts_at_first_and_1024_at_most_unless_the_user_says() -> None:
+    assert (first_capacity(config()), most_rollouts(config())) == (32, 1024)
+    given = parse(compose("base", [*REQUIRED, "actor.llm_max_rollouts=7"]))
+    assert (first_capacity(given), most_rollouts(given)) == (7, 7)
 
 
 @pytest.mark.parametrize("length", [0, -1, "10k", "auto", True])
