@@ -186,7 +186,7 @@ def test_cores_that_are_named_are_taken_and_a_node_without_gpus_gets_eight() -> 
 def test_configuration_that_cannot_be_planned_is_refused_when_rendered(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [base\n")
     arguments = (f"--config-dir={tmp_path}", "--config-name=mine", "output_dir=/r")
-    with pytest.raises(ConfigError, match=says("mine.yaml:", "not valid YAML")):
+    with pytest.raises(ConfigError, match=says("mine.yaml", "not valid YAML")):
         TARGETS["jobset"](deployment(arguments=arguments, gpus_per_node=8))
     with pytest.raises(ConfigError, match=says("'bas'", "base")):
         TARGETS["jobset"](deployment(arguments=("--config-name=bas", "output_dir=/r"), gpus_per_node=8))
