@@ -48,6 +48,7 @@ def test_train_and_test_share_no_triple_in_any_order():
     assert not train & test
     assert len(train) + len(test) == 30 * 29 * 28 // 6
     assert all(sum(numbers) % 5 == 0 for numbers in test)
+    assert all(sum(numbers) % 5 for numbers in train), "every fifth sum is held out"
 
 
 def test_test_problems_are_always_the_same():

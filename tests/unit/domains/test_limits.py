@@ -15,6 +15,8 @@ from pipelinerl.domains.datasets import is_held_out
 from pipelinerl.domains.judge_client import JudgeClient
 from pipelinerl.domains.judge_prompt import opinion_schema
 from pipelinerl.domains.libraries.tools import judge as judge_tool_answer
+from pipelinerl.domains.math.answers.parser import parse
+from pipelinerl.domains.math.answers.trees import NotParsedError
 from pipelinerl.domains.math.judge import judge as judge_math
 from pipelinerl.domains.math.judge import part_to_judge
 from pipelinerl.domains.math.reference import judged_reference
@@ -101,6 +103,12 @@ def test_answer_after_tools_has_at_most_100_characters(length: int, status: str)
 @pytest.mark.parametrize(("length", "status"), [(1000, "correct"), (1001, "unparsable")])
 def test_mathematical_answer_has_at_most_1000_characters(length: int, status: str) -> None:
     assert judge_math(f"\\boxed{{{'1' * length}}}", "1" * length, {}).status == status
+
+
+def test_mathematical_answer_has_at_most_59_nested_brackets() -> None:
+    assert parse("(" * 59 + "1" + ")" * 59)
+    with pytest.raises(NotParsedError):
+        parse("(" * 60 + "1" + ")" * 60)
 
 
 def test_output_without_a_box_is_searched_in_its_last_4000_characters() -> None:
