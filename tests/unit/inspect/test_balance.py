@@ -78,6 +78,16 @@ def test_balance_is_of_the_steps_after_the_first_quarter_and_of_the_actors_point
     assert balance_of(silent) is None, "the actor says nothing about it"
 
 
+def test_balance_is_of_the_newest_128_steps() -> None:
+    run = Series(finetune=steps([1.0] * 272 + [0.0] * 128), actor=actor([0.9] * 272 + [0.2] * 128))
+    seen = balance_of(run)
+    assert seen is not None
+    assert (seen.trainer_waits.mean, seen.slots_held.mean) == (0.0, pytest.approx(0.2))
+    with_one_older = balance_of(Series(finetune=steps([1.0] * 273 + [0.0] * 127), actor=actor([0.2] * 400)))
+    assert with_one_older is not None
+    assert with_one_older.trainer_waits.mean == pytest.approx(1 / 129)
+
+
 @pytest.mark.parametrize(
     ("waits", "held", "narrow"),
     [
