@@ -26,6 +26,8 @@ def main(context: RoleContext) -> None:
     for section in ("llm", "test_llm"):
         require_sampling_parameters(section, getattr(context.cfg, section).parameters)
     context.wait_for_model()
+    if context.stop.is_set():
+        return
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))
     arguments = tuple(map(plain_path, vllm_arguments(context.cfg, context.world, job, gpu_bytes)))
@@ -45,7 +47,7 @@ def main(context: RoleContext) -> None:
         first_rollouts=first_rollouts(context.cfg, job.num_ranks, gpu_bytes) if is_policy else None,
         span=job.span,
     )
-    serve(arguments, service=service, status=context.status, membership=context.membership)
+    serve(arguments, service=service, status=context.status, stop=context.stop, membership=context.membership)
 
 
 if __name__ == "__main__":

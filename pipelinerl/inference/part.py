@@ -16,7 +16,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.inference.server import HEARTBEAT_S, parse_arguments, signals_end_the_start
+from pipelinerl.inference.server import HEARTBEAT_S, parse_arguments
+from pipelinerl.inference.signals import signals_end_the_start
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.world import Span
 
@@ -39,7 +40,7 @@ def serve_part(arguments: Sequence[str], span: Span, context: RoleContext) -> No
     status, membership = context.status, context.membership
     args = AsyncEngineArgs.from_cli_args(parse_arguments(arguments))
     config = args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER, headless=True)
-    with status.waiting("the server's other nodes"), signals_end_the_start(status):
+    with status.waiting("the server's other nodes"), signals_end_the_start(status, context.stop):
         executor = MultiprocExecutor(config, monitor_workers=False)
     try:
         with contextlib.closing(connect(span)) as node_0:

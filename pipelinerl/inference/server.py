@@ -4,18 +4,15 @@ Owns the server's process: builds the engine, serves until SIGTERM, tells the he
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -33,6 +30,7 @@ from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.images import ImagePrompts
+from pipelinerl.inference.signals import end_when_asked, signals_end_the_start
 from pipelinerl.inference.weight_update import SwapFailedError, UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
@@ -59,8 +57,6 @@ KEEP_ALIVE_S = 300
 """Longer than any client keeps an idle connection, so that no request meets one that is being closed."""
 FATAL_EXIT = 70
 """Exit code of a server that cannot go on: EX_SOFTWARE of sysexits.h."""
-START_IS_OVER = 0
-"""No signal has this number."""
 
 
 class ServerEndedError(PipelineRLError):
@@ -136,18 +132,24 @@ class Service:
 
 
 def serve(
-    arguments: Sequence[str], *, service: Service, status: RoleStatus, membership: Membership | None = None
+    arguments: Sequence[str],
+    *,
+    service: Service,
+    status: RoleStatus,
+    stop: threading.Event,
+    membership: Membership | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, or until asked to leave the run. Returns when everything has stopped.
 
     Args:
         arguments: vLLM's command line.
+        stop: set by the role's handlers of these signals, which are in force before and after the engine's start.
         membership: the server's lease. None = the server announces itself to no one.
 
     Raises:
         LeftError: it was asked to leave, and its last request has ended.
     """
-    life = Life(status, membership, service)
+    life = Life(status, stop, membership, service)
     uvloop.run(_serve(parse_arguments(arguments), service, life))
     if life.is_leaving:
         raise LeftError("it was asked to, and its last request has ended")
@@ -156,7 +158,7 @@ def serve(
 async def _serve(args: Namespace, service: Service, life: "Life") -> None:
     address, sock = setup_server(args, reuse_port=False)
     try:
-        with life.status.waiting("the engine's start"), signals_end_the_start(life.status):
+        with life.status.waiting("the engine's start"), signals_end_the_start(life.status, life.stop):
             client = start_engine(args)
         try:
             shutdown = await _serve_engine(client, args, sock, service, life)
@@ -223,7 +225,10 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     )
     _replace_routes(app, answers.answers_router(lean))
     asked = asyncio.Event()
-    tasks = [asyncio.create_task(life.follow(client, asked)), asyncio.create_task(_end_when_asked(app, asked))]
+    tasks = [
+        asyncio.create_task(life.follow(client, asked)),
+        asyncio.create_task(end_when_asked(app, asked, life.stop)),
+    ]
     try:
         shutdown = await serve_http(
             app,
@@ -253,29 +258,11 @@ def _replace_routes(app: Any, router: Any) -> None:
     app.router.routes.extend(theirs)
 
 
-def _kill_engine() -> None:
-    """All children but Python's resource tracker, which then unlinks what they held."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if not any("resource_tracker" in argument for argument in child.cmdline()):
-                child.kill()
-
-
-async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
-    """Take the signals from `serve_http`, which cannot say whether a signal or the engine's death ended it."""
-    # This runs at the first wait of `serve_http`, when it has installed its handlers.
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    await asked.wait()
-    app.state.server.should_exit = True
-
-
 class Life:
     """The server as others see it: heartbeat and lease."""
 
-    def __init__(self, status: RoleStatus, membership: Membership | None, service: Service):
-        self.status, self._membership = status, membership
+    def __init__(self, status: RoleStatus, stop: threading.Event, membership: Membership | None, service: Service):
+        self.status, self.stop, self._membership = status, stop, membership
         first = service.first_rollouts
         self._admission = None if first is None else Admission(limit=float(first))
         self._span, self._parts = service.span, 0
@@ -320,34 +307,6 @@ class Life:
             log.error("event=part_lost parts=%d before=%d: the server's nodes end together", parts, self._parts)
             _end_broken()
         self._parts = parts
-
-
-@contextlib.contextmanager
-def signals_end_the_start(status: RoleStatus) -> Iterator[None]:
-    """Lets a thread handle signals while the engine starts in one long call, which blocks Python signal handlers."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno())
-    thread = threading.Thread(target=_await_signal, args=(reader, status), name="start-signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.send(bytes([START_IS_OVER]))  # a forked engine keeps its copy open: closing ours would end nothing
-        thread.join()
-        writer.close()
-        reader.close()
-
-
-def _await_signal(reader: socket.socket, status: RoleStatus) -> None:
-    """Ends with the process at the first SIGTERM or SIGINT, or when the start is over."""
-    while (number := reader.recv(1)) and number[0] != START_IS_OVER:
-        if number[0] in (signal.SIGTERM, signal.SIGINT):
-            log.info("event=start_ended_by_signal signal=%d", number[0])
-            _kill_engine()
-            status.close("done")
-            os._exit(0)
 
 
 def _end_broken() -> None:

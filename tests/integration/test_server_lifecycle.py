@@ -26,17 +26,18 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("moment", ["first_child", "engine_logs"])
-def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
+@pytest.mark.parametrize("moment", ["imports", "engine_logs"])
+def test_sigterm_during_the_start_ends_with_zero_and_no_orphan(
     moment: str, tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
     with serving.own_cores() as cores:
         server = serving.start(tmp_path, serving.write_run(tmp_path, tiny_qwen2, cores))
         front, children = psutil.Process(server.process.pid), set[int]()
+        status = tmp_path / "status" / f"{server.job.name}.json"
 
         def has_come() -> bool:
             children.update(child.pid for child in front.children(recursive=True))
-            return bool(children) if moment == "first_child" else engine_of(server) is not None
+            return engine_of(server) is not None or (moment == "imports" and status.exists())
 
         serving.wait_for(has_come, 200, server.log)
         os.kill(server.process.pid, signal.SIGTERM)
