@@ -35,9 +35,9 @@ from pipelinerl.world.cluster import LOOPBACK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from pipelinerl.inspect.replay import inputs
-
     args = parser().parse_args(argv)
+    from pipelinerl.inspect.replay import inputs  # imports torch, which --help does not need
+
     changes = dict(map(setting, args.changes))
     with tempfile.TemporaryDirectory(prefix="replay-") as made:
         folder = Path(made)

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from pipelinerl.config.paths import CHECKPOINTS
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.checkpoints import checkpoint_root
 from pipelinerl.records import MicroBatch, ScoredSequence
 from pipelinerl.streams.codec import Codec
 
@@ -133,8 +133,8 @@ def read_record(path: Path, record_type: type[R]) -> R:
 
 def link_checkpoint(run_dir: Path, folder: Path, step: int) -> None:
     name = f"step_{step}"
-    checkpoint_root(folder).mkdir()
-    (checkpoint_root(folder) / name).symlink_to((checkpoint_root(run_dir) / name).resolve())
+    (folder / CHECKPOINTS).mkdir()
+    (folder / CHECKPOINTS / name).symlink_to((run_dir / CHECKPOINTS / name).resolve())
 
 
 def read_results(folder: Path, name: str, num_ranks: int) -> ReplayedStep:
