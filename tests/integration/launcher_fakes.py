@@ -2,7 +2,8 @@
 
 Every role but redis is this script as well (`python launcher_fakes.py role --run-dir R --job J`). What a role does is
 told by the environment variable FAKE_<KIND>, a comma-separated list of behaviours; unset = the role does its part of a
-short run. FAKE_LAUNCHER=whole makes the launcher check the domain, and write the page of an unfinished run, as well.
+short run. FAKE_LAUNCHER=whole makes the launcher check the domain, and draw the curve and write the page of a run, as
+well.
 """
 
 import json
@@ -21,6 +22,7 @@ NUM_STEPS = 3
 
 
 def launch(arguments: list[str]) -> int:
+    from pipelinerl.inspect import report
     from pipelinerl.launcher import preflight
     from pipelinerl.launcher.command_line import main
     from pipelinerl.launcher.commands import RoleCommand, role_command
@@ -37,6 +39,7 @@ def launch(arguments: list[str]) -> int:
     if "whole" not in behaviours("launcher"):
         preflight.check_domain = lambda container: []
         RunReports._write_page = do_nothing  # type: ignore[method-assign]
+        report.draw_learning_curve = lambda *_: None
     return main(arguments, command_of=command_of)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -103,15 +104,38 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
             launched.wait(STOP_S)
 
 
+class Pair(NamedTuple):
+    """Two runs side by side that have ended. Tests read them."""
+
+    undisturbed: Launch
+    """Its launcher was told to write no bytecode. Its actor started the daemons."""
+    stumbled: Launch
+    """Its actor ended once with an error."""
+    daemons: list[Path]
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """An undisturbed run, whose launcher was told to write no bytecode. Tests read it."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("finished")
+    model, daemons = write_config(folder / "model"), [folder / f"daemon-{index}" for index, _ in enumerate(ESCAPES)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-        run = Launch(folder / "run", write_config(folder / "model"), [], {"launcher": "whole"})
-    assert run.wait() == 0, run.output
-    return run
+        behaviours = {"launcher": "whole", "actor": "leave_daemons", "daemons": daemon_lines(daemons)}
+        undisturbed = Launch(folder / "run", model, [], behaviours)
+    stumbled = Launch(folder / "stumbled", model, [], {"actor": "crash_once"})
+    codes = [run.wait() for run in (undisturbed, stumbled)]
+    assert codes == [0, 0], undisturbed.output + stumbled.output
+    return Pair(undisturbed, stumbled, daemons)
+
+
+@pytest.fixture(scope="module")
+def finished(pair: Pair) -> Launch:
+    return pair.undisturbed
+
+
+def daemon_lines(files: list[Path]) -> str:
+    """Shell lines for daemons that write their process ids to the files."""
+    return "\n".join(escape(how, file) for how, file in zip(ESCAPES, files, strict=True))
 
 
 def test_launcher_clean_run_ends_with_summary_and_nothing_left(finished: Launch) -> None:
@@ -127,12 +151,20 @@ def test_launcher_clean_run_ends_with_summary_and_nothing_left(finished: Launch)
     assert run.leftovers() == []
 
 
-@pytest.mark.parametrize("end", ["done", "stopped", "role killed", "launcher killed", "launcher and reaper killed"])
-def test_launcher_any_end_leaves_no_daemon_of_a_role(launch: Callable[..., Launch], end: str, tmp_path: Path) -> None:
+def test_launcher_clean_run_leaves_no_daemon_of_a_role(pair: Pair) -> None:
     """What a domain's code started in sessions of its own, and without the run's marks in its environment."""
+    assert all(map(Path.exists, pair.daemons))
+    assert not any(map(is_alive, pair.daemons))
+
+
+@pytest.mark.parametrize("end", ["stopped", "role killed", "launcher killed", "launcher and reaper killed"])
+def test_launcher_any_end_leaves_nothing_of_a_role(launch: Callable[..., Launch], end: str, tmp_path: Path) -> None:
+    """Nor shared memory, nor a role that ignores SIGTERM and its child."""
     files = [tmp_path / f"daemon-{index}" for index, _ in enumerate(ESCAPES)]
-    lines = "\n".join(escape(how, file) for how, file in zip(ESCAPES, files, strict=True))
-    run = launch(actor="leave_daemons", finetune="held", daemons=lines)
+    server = "ignore_sigterm,leave_child,leave_memory" if end == "launcher killed" else ""
+    run = launch(actor="leave_daemons", finetune="held", actor_llm=server, daemons=daemon_lines(files))
+    segment = run.run_dir / "segment"
+    run.until(lambda: not server or segment.exists(), "the shared memory")
     run.until(lambda: all(map(Path.exists, files)) and "version 0" in run.output, "the daemons of the actor")
     assert all(map(is_alive, files))
     match end:
@@ -152,6 +184,8 @@ def test_launcher_any_end_leaves_no_daemon_of_a_role(launch: Callable[..., Launc
     (run.run_dir / "may_end").touch()
     run.wait(STOP_S)
     run.until(lambda: not any(map(is_alive, files)) and run.leftovers() == [], "the end of the daemons")
+    if server:
+        run.until(lambda: not Path("/dev/shm", segment.read_text()).exists(), "the end of the shared memory")
 
 
 def test_launcher_run_folder_is_private_and_without_secrets(finished: Launch) -> None:
@@ -187,9 +221,8 @@ def test_launcher_finished_run_is_told_and_not_repeated(finished: Launch) -> Non
     assert "raise finetune.max_train_steps" in again.output
 
 
-def test_launcher_role_that_stumbles_is_restarted_once(launch) -> None:
-    run = launch(actor="crash_once")
-    assert run.wait() == 0, run.output
+def test_launcher_role_that_stumbles_is_restarted_once(pair: Pair) -> None:
+    run = pair.stumbled
     assert "actor_0: exit code 1; RuntimeError: this role stumbled; restart 1/3" in run.output
     assert "restarts: actor_0 1" in run.output
     assert [entry["job"] for entry in run.starts()].count("actor_0") == 2
@@ -409,23 +442,9 @@ def test_launcher_gives_saving_no_more_than_its_time(launch) -> None:
     assert run.leftovers() == []
 
 
-def test_launcher_killed_leaves_no_orphan(launch) -> None:
-    run = launch(finetune="endless", actor_llm="ignore_sigterm,leave_child,leave_memory")
-    run.wait_for("evaluation of version 0")
-    run.until(lambda: (run.run_dir / "segment").exists(), "the shared memory")
-    segment = Path("/dev/shm") / (run.run_dir / "segment").read_text()
-    run.process.kill()
-    run.wait()
-    run.until(lambda: run.leftovers() == [], "the end of the orphans")
-    run.until(lambda: not segment.exists(), "the end of the shared memory")
-
-
-def test_launcher_two_runs_side_by_side_do_not_meet(launch) -> None:
-    first, second = launch(name="first"), launch(name="second")
-    assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
-    ports = [
-        json.loads((run.run_dir / "conf" / "world.json").read_text())["jobs"][0]["port"] for run in (first, second)
-    ]
+def test_launcher_two_runs_side_by_side_do_not_meet(pair: Pair) -> None:
+    runs = (pair.undisturbed, pair.stumbled)
+    ports = [json.loads((run.run_dir / "conf" / "world.json").read_text())["jobs"][0]["port"] for run in runs]
     assert ports[0] != ports[1]
 
 
