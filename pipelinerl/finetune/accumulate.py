@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
+from pipelinerl.finetune.data import Batch, Layout, check_record, in_rows, packed, to_batch, with_shared_prefixes
 from pipelinerl.finetune.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.images import ImageReader
@@ -23,6 +23,7 @@ from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.finetune.speed import speed_metrics
 from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 from pipelinerl.records import MicroBatch
+from pipelinerl.records.prefixes import prefixes_of
 
 Observer = Callable[[MicroBatch, PolicyOutput, torch.Tensor], None]
 """Called with a record, its outputs, and bool [K]: the tokens on which the clip or a correction acts."""
@@ -45,6 +46,24 @@ class BatchRules:
     """Ranks that share each micro-batch. None: each rank has its own."""
     images: ImageReader | None = None
     """None: the model takes no images."""
+    share_prefixes: bool = False
+    """Whether a prefix that segments have in common may be computed once."""
+
+    def layout_of(self, record: MicroBatch) -> Layout:
+        """The cheapest layout that the rules allow."""
+        lengths = record.segment_lengths
+        if self.sequence is not None:
+            return packed(lengths)
+        if self.layout == "rows":
+            return in_rows(lengths)
+        layouts = [packed(lengths)]
+        if self.share_prefixes:
+            order_S, shared_S = prefixes_of(record)
+            if shared_S.any():
+                layouts.insert(0, with_shared_prefixes(lengths, order_S, shared_S))
+        if self.layout == "cheaper":
+            layouts.append(in_rows(lengths))
+        return min(layouts, key=lambda layout: layout.cost(self.tokens_per_attention_unit, self.dense_mask))
 
 
 def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
@@ -54,14 +73,10 @@ def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -
         RecordError: the record may not be trained.
     """
     index = check_record(record, rules.vocab_size, rules.max_lag_steps)
-    rows = rules.sequence is None and (
-        rules.layout == "rows"
-        or (
-            rules.layout == "cheaper"
-            and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit, rules.dense_mask)
-        )
+    layout = rules.layout_of(record)
+    batch = to_batch(
+        record, index, layout=layout, pad_id=rules.pad_id, float_dtype=rules.float_dtype, reader=rules.images
     )
-    batch = to_batch(record, index, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype, reader=rules.images)
     return (batch if rules.sequence is None else slice_batch(batch, rules.sequence)).to(device)
 
 
@@ -125,7 +140,7 @@ def held_out_loss(engine: Engine, records: Sequence[MicroBatch], rules: BatchRul
 
 
 def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[MetricName, float]:
-    tokens, config = totals["total_tokens"], engine.policy.lm.config
+    tokens, config = totals["total_tokens"] - totals["shared_tokens"], engine.policy.lm.config
     trained = totals["tokens"] + totals["imitated"]
     per_device = speed_metrics(config, engine.device, tokens, elapsed, engine.world_size)
     return {TrainerMetric.STEP_S: elapsed, TrainerMetric.TOKENS_PER_S: trained / elapsed} | per_device

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
+from pipelinerl.finetune.data import with_shared_prefixes
 from pipelinerl.finetune.engines.experts import expert_modules
 from pipelinerl.finetune.image_check import check_images
 from pipelinerl.finetune.images import ImageReader, attention_of, takes_images
@@ -64,6 +66,7 @@ def examine_config(
     attention: str = "auto",
     packing: bool = True,
     seq_parallel: int = 1,
+    share_prefixes: bool = False,
     trust_remote_code: bool = False,
     longest: int | None = None,
     has_reference: bool = False,
@@ -75,6 +78,7 @@ def examine_config(
         config: of transformers.
         source: folder or name of the model, to try its images. None: they are not tried.
         attention: `finetune.attn_implementation`.
+        share_prefixes: whether a prefix that documents have in common is computed once.
         longest: `max_model_len` of the run's servers, the tokens of its longest document. None: any number.
         has_reference: whether the run has reference servers.
         divides_experts: whether ranks divide the experts of a layer.
@@ -105,6 +109,8 @@ def examine_config(
         found.logit_map,
         ",".join(f"{threshold.name}:{threshold.value}" for threshold in comparison.crossed) or None,
     )
+    if share_prefixes and packing:
+        comparison.refuse_shared_prefixes(found.attention)
     if divides_experts:
         expert_modules(lm)
     if source is not None and takes_images(lm):
@@ -178,6 +184,36 @@ class Comparison:
         positions = torch.arange(width).expand(len(self.lengths), width)
         places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(self.lengths)])
         return self._error(attention, Tokens(ids, positions, ids.roll(-1, 1).flatten()), places)
+
+    def shared_error(self, attention: str) -> float | str:
+        """The same with the first half of each document computed as a document of its own."""
+        halves = np.array(self.lengths) // 2
+        lengths = np.stack([halves, self.lengths], 1).ravel()
+        shared = np.stack([np.zeros_like(halves), halves], 1).ravel()
+        layout = with_shared_prefixes(lengths, np.arange(len(lengths)), shared)
+        flat_T = torch.from_numpy(layout.flat_T)
+        whole = flat_T.split(lengths.tolist())[1::2]
+        ids_N, targets_N = (flat_T.new_zeros(layout.grid[1]) for _ in range(2))
+        for rows, ids in zip(whole, self.documents, strict=True):
+            ids_N[rows], targets_N[rows] = ids[0], ids[0].roll(-1)
+        tokens = Tokens(
+            ids_N[None],
+            torch.from_numpy(layout.position_ids),
+            targets_N,
+            layout.documents,
+            layout.keys,
+            torch.from_numpy(layout.key_rows_E),
+        )
+        return self._error(attention, tokens, torch.cat(whole))
+
+    def refuse_shared_prefixes(self, attention: str) -> None:
+        """Raise ``ConfigError`` unless common prefixes may be computed once."""
+        error = self.shared_error(attention) if attention == PACKED else f"its attention is {attention}"
+        if not is_exact(error):
+            said = error if isinstance(error, str) else f"off by {error:.2g} nats"
+            raise ConfigError(
+                f"finetune.share_prefixes: {self.name} cannot compute a common prefix once ({said}); set it to off"
+            )
 
     @torch.no_grad()
     def _error(self, attention: str, tokens: Tokens, places: Tensor) -> float | str:
@@ -299,6 +335,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="`model_path`: a folder or a name in the local cache")
     parser.add_argument("--attention", default="auto", help="`finetune.attn_implementation`")
     parser.add_argument("--rows", action="store_true", help="`finetune.seq_packing` is false")
+    parser.add_argument("--share-prefixes", action="store_true", help="`finetune.share_prefixes` is in effect")
     parser.add_argument("--seq-parallel", type=int, default=1, help="`finetune.seq_parallel`")
     parser.add_argument("--longest", type=int, help="`max_model_len` of the servers")
     parser.add_argument("--has-reference", action="store_true", help="the run has reference servers")
@@ -312,6 +349,7 @@ def main() -> None:
             attention=args.attention,
             packing=not args.rows,
             seq_parallel=args.seq_parallel,
+            share_prefixes=args.share_prefixes,
             trust_remote_code=args.trust_remote_code,
             longest=args.longest,
             has_reference=args.has_reference,

@@ -44,10 +44,10 @@ class Documents:
     group: SequenceGroup | None = None
     """Ranks that hold the other slices. None: this rank has whole documents."""
     key_rows: Tensor | None = None
-    """int64: where these keys are among those of all ranks."""
+    """int64: where these keys are in the row, or among those of all ranks. None: the keys of the row as they lie."""
 
     @classmethod
-    def shared(cls, lengths: tuple[int, ...], device: torch.device, group: SequenceGroup) -> "Documents":
+    def sliced(cls, lengths: tuple[int, ...], device: torch.device, group: SequenceGroup) -> "Documents":
         """This rank's slices of documents of these lengths."""
         slices = slices_of(lengths, group)
         places = places_of_rows(lengths, group)
@@ -57,8 +57,10 @@ class Documents:
 
     def seen(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[1, G, Σ keys, D]: this rank's and the other ranks' keys and values, document by document. Collective."""
-        if self.group is None or self.key_rows is None:
+        if self.key_rows is None:
             return key, value
+        if self.group is None:
+            return key.index_select(2, self.key_rows), value.index_select(2, self.key_rows)
         everyone = gather_tokens(torch.cat([key, value], -1), self.group).index_select(2, self.key_rows)
         key, value = everyone.split([key.shape[-1], value.shape[-1]], -1)
         return key, value
@@ -91,17 +93,27 @@ class _Scoring:
 _announced: Documents | None = None
 
 
-def announce(lengths: tuple[int, ...] | None, device: torch.device, group: SequenceGroup | None = None) -> None:
+def announce(
+    lengths: tuple[int, ...] | None,
+    device: torch.device,
+    group: SequenceGroup | None = None,
+    keys: tuple[int, ...] | None = None,
+    key_rows: Tensor | None = None,
+) -> None:
     """Set the documents of the next forward pass and, with gradient checkpointing, of its backward pass.
 
     Args:
         lengths: lengths of the documents that fill the only row. None: each row is one document.
         group: ranks among which the row is cut. None: this rank has the whole row.
+        keys: keys of each document, with those that it shares. None: its own.
+        key_rows: int64 [Σ keys], their rows.
     """
     global _announced
     _announced = None
     if lengths is not None and group is not None:
-        _announced = Documents.shared(lengths, device, group)
+        _announced = Documents.sliced(lengths, device, group)
+    elif lengths is not None and keys is not None:
+        _announced = Documents(lengths, keys, device, None, key_rows)
     elif lengths is not None and len(lengths) > 1:
         _announced = Documents(lengths, lengths, device)
 

@@ -72,6 +72,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         packing=finetune.seq_packing,
         seq_parallel=finetune.seq_parallel,
         trust_remote_code=cfg.trust_remote_code,
+        share_prefixes=finetune.recomputed_for is None,
         longest=max_model_len(cfg),
         has_reference=cfg.world.preprocessor_fraction > 0,
         divides_experts=(finetune.expert_ranks or 1) > 1,
@@ -99,8 +100,8 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     if files is not None:
         stream_weights(engine, files)
     log.info(
-        "event=engine_made engine=%s ranks=%d gradient_checkpointing=%s cpu_offload=%s",
-        *(name, world_size, finetune.gradient_checkpointing, finetune.cpu_offload),
+        "event=engine_made engine=%s ranks=%d gradient_checkpointing=%s cpu_offload=%s prefixes_computed_again_for=%s",
+        *(name, world_size, finetune.gradient_checkpointing, finetune.cpu_offload, finetune.recomputed_for),
     )
     return engine
 
@@ -136,6 +137,7 @@ def make_rules(engine: Engine, cfg: Config) -> BatchRules:
         max_lag_steps=cfg.token_lag_bound,
         layout="rows" if not cfg.finetune.seq_packing else "packed" if per_document else "cheaper",
         dense_mask=attention != PACKED,
+        share_prefixes=cfg.finetune.recomputed_for is None,
         tokens_per_attention_unit=6 * config.hidden_size,
         sequence=policy.sequence,
         images=policy.images,

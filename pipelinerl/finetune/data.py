@@ -1,9 +1,12 @@
 """Converts a ``MicroBatch`` record to tensors: its tokens, which of them are trained, and which tokens predict those.
 
-Two exact layouts need no attention mask: *packed* puts all segments one after the other and restarts position ids at
-each, *rows* puts each in a row with padding at its end, which costs less for many short and similar segments.
+Segments never attend to each other. A micro-batch has one of three layouts, all exact. *Packed* puts all segments one
+after the other and restarts position ids at each. *Rows* puts one segment in each row, with padding at the end that
+causal attention cannot see. *Shared* is packed, but computes a prefix that segments have in common once: behind the
+segment that holds it lies what the others add, and their queries see the prefix's keys, too. None needs a mask of all
+tokens. Rows cost less where segments are many, short and similar.
 
-Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
+Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid, E key rows.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -54,12 +57,18 @@ class Batch:
     segment_rewards_S: Tensor
     num_tokens: int
     """T"""
+    num_shared: int = 0
+    """Tokens among them that are not computed, because another segment holds them."""
     ends_S: Tensor | None = None
     """int64: flat grid index of each segment's last trained token. None: no value head, or ranks share segments."""
     cut_S: Tensor | None = None
     """bool: whether the server cut the segment's last answer for its length. None: as ``ends_S``."""
     documents: tuple[int, ...] | None = None
     """Lengths of the packed documents of all ranks that share this micro-batch. None: each row is one document."""
+    keys: tuple[int, ...] | None = None
+    """Keys that each document sees, with those of its prefix in other documents. None: its own alone."""
+    key_rows_E: Tensor | None = None
+    """int64: rows of these keys, document by document."""
     routed_experts_NR: Tensor | None = None
     """int16 [B · L, layers · experts per token]: the server's choice for each token of the grid. −1 = not known."""
     images: ImageInputs | None = None
@@ -123,30 +132,91 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
     return index
 
 
-def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, dense_mask: bool = True) -> bool:
-    """Whether one segment per row costs less than packing, in units of one token's attention to one other.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the tokens of a micro-batch lie in the grid that the model computes."""
 
-    A token costs ``tokens_per_attention_unit`` in the linear layers. With ``dense_mask`` it attends over all of a pack.
+    flat_T: np.ndarray
+    """int64: flat grid index of each token. Tokens of a shared prefix have one index."""
+    grid: tuple[int, int]
+    position_ids: np.ndarray
+    """int64, in the grid's shape"""
+    documents: tuple[int, ...] | None = None
+    """As in `Batch`."""
+    keys: tuple[int, ...] | None = None
+    key_rows_E: np.ndarray | None = None
+
+    def cost(self, tokens_per_attention_unit: int, dense_mask: bool = False) -> int:
+        """Cost of a layer, in attentions of one token to one other.
+
+        A token costs ``tokens_per_attention_unit`` in the linear layers, plus the length that it attends over. In a
+        pack with ``dense_mask`` this is the whole pack. Without it, this is what the token's document sees, and each
+        document costs one more call of the kernel.
+        """
+        size = self.grid[0] * self.grid[1]
+        linear = size * tokens_per_attention_unit
+        if self.documents is None or dense_mask:
+            return linear + size * self.grid[1]
+        queries, keys = np.array(self.documents), np.array(self.keys or self.documents)
+        calls = len(queries) * (KERNEL_CALL // max(tokens_per_attention_unit, 1))
+        return linear + int((queries * keys).sum()) + calls
+
+
+def _within(lengths: np.ndarray) -> np.ndarray:
+    """int64 [T]: place of each token in its segment."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def packed(segment_lengths: np.ndarray) -> Layout:
+    """All segments one after the other."""
+    lengths = segment_lengths.astype(np.int64)
+    within = _within(lengths)
+    return Layout(
+        flat_T=np.arange(len(within)),
+        grid=(1, len(within)),
+        position_ids=within[None],
+        documents=tuple(lengths.tolist()),
+    )
+
+
+def in_rows(segment_lengths: np.ndarray) -> Layout:
+    """One segment per row."""
+    lengths = segment_lengths.astype(np.int64)
+    grid = (len(lengths), int(lengths.max()))
+    flat_T = np.repeat(np.arange(len(lengths)) * grid[1], lengths) + _within(lengths)
+    return Layout(flat_T=flat_T, grid=grid, position_ids=np.broadcast_to(np.arange(grid[1]), grid))
+
+
+def with_shared_prefixes(segment_lengths: np.ndarray, order_S: np.ndarray, shared_S: np.ndarray) -> Layout:
+    """Segments in lexicographic order, each without the prefix that the one before it has.
+
+    Args:
+        segment_lengths: int32 [S].
+        order_S, shared_S: of ``sort_by_prefix``.
     """
     lengths = segment_lengths.astype(np.int64)
-    total, longest = int(lengths.sum()), int(lengths.max())
-    attended = total * total
-    if not dense_mask:
-        # Each segment costs one more call of the kernel.
-        attended = int((lengths**2).sum()) + len(lengths) * (KERNEL_CALL // max(tokens_per_attention_unit, 1))
-    grid = len(lengths) * longest
-    return grid * (tokens_per_attention_unit + longest) < total * tokens_per_attention_unit + attended
-
-
-def _lay_out(lengths: np.ndarray, rows: bool) -> tuple[np.ndarray, tuple[int, int], np.ndarray]:
-    """(flat grid index of each token, shape of the grid, position ids in the grid's shape)."""
-    starts = np.cumsum(lengths) - lengths
-    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
-    if not rows:
-        return np.arange(len(within)), (1, len(within)), within[None]
-    grid = (len(lengths), int(lengths.max()))
-    flat = np.repeat(np.arange(len(lengths)) * grid[1], lengths) + within
-    return flat, grid, np.broadcast_to(np.arange(grid[1]), grid)
+    rows_S = np.split(np.empty(lengths.sum(), dtype=np.int64), np.cumsum(lengths)[:-1])
+    num_rows, before, documents, keys, seen = 0, -1, [], [], []
+    for segment, shared in zip(order_S.tolist(), shared_S.tolist(), strict=True):
+        added = int(lengths[segment]) - shared
+        rows_S[segment][:shared] = rows_S[before][:shared]
+        rows_S[segment][shared:] = np.arange(num_rows, num_rows + added)
+        num_rows, before = num_rows + added, segment
+        if added:
+            documents.append(added)
+            keys.append(int(lengths[segment]))
+            seen.append(rows_S[segment])
+    flat_T = np.concatenate(rows_S)
+    positions = np.empty((1, num_rows), dtype=np.int64)
+    positions[0, flat_T] = _within(lengths)
+    return Layout(
+        flat_T=flat_T,
+        grid=(1, num_rows),
+        position_ids=positions,
+        documents=tuple(documents),
+        keys=tuple(keys),
+        key_rows_E=np.concatenate(seen),
+    )
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -180,7 +250,7 @@ def to_batch(
     record: MicroBatch,
     index: TokenIndex,
     *,
-    rows: bool,
+    layout: Layout,
     pad_id: int = 0,
     float_dtype: torch.dtype = torch.float32,
     reader: ImageReader | None = None,
@@ -188,16 +258,15 @@ def to_batch(
     """Convert ``record`` to tensors on the host.
 
     Args:
-        rows: lay out one segment per row instead of packing.
+        layout: of the record's tokens.
         pad_id: token id of the padding in rows.
         float_dtype: of log-probs, advantages, weights and rewards.
         reader: makes the vision tower's inputs. None: the model takes no images.
     Raises:
         RecordError: an image cannot be read as the server read it.
     """
-    lengths = record.segment_lengths.astype(np.int64)
-    flat, grid, positions = _lay_out(lengths, rows)
-    images, positions = read_images(record, reader, flat, positions)
+    flat, grid = layout.flat_T, layout.grid
+    images, positions = read_images(record, reader, flat, layout.position_ids)
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
@@ -216,7 +285,7 @@ def to_batch(
             advantages_K=_tensor(record.advantages[at], float_dtype),
             weights_K=_tensor(record.segment_weights[index.segments_K], float_dtype),
             segments_K=_tensor(index.segments_K),
-            num_segments=len(lengths),
+            num_segments=len(record.segment_lengths),
             rewards_K=_tensor(returned, float_dtype),
             lag_K=lags.lag_K,
             supervised_K=None if imitated is None else _tensor(imitated[index.segments_K], torch.bool),
@@ -230,9 +299,12 @@ def to_batch(
         lags=lags,
         segment_rewards_S=_tensor(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
-        ends_S=None if record.cut is None else _tensor(_last_trained(index, flat, len(lengths))),
+        ends_S=None if record.cut is None else _tensor(_last_trained(index, flat, len(record.segment_lengths))),
         cut_S=None if record.cut is None else _tensor(record.cut, torch.bool),
-        documents=None if rows else tuple(lengths.tolist()),
+        num_shared=0 if layout.keys is None else len(record.token_ids) - grid[1],
+        documents=layout.documents,
+        keys=layout.keys,
+        key_rows_E=None if layout.key_rows_E is None else _tensor(layout.key_rows_E),
         routed_experts_NR=None if routed is None else _tensor(_on_grid(routed, flat, grid), torch.int16),
         images=images,
     )

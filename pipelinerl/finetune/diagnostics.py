@@ -51,6 +51,7 @@ class StepSums(NamedTuple):
     in_flight_lag: Tensor
     reward: Tensor
     total_tokens: Tensor
+    shared_tokens: Tensor
     padded_tokens: Tensor
     imitated: Tensor
     imitated_weight: Tensor
@@ -131,6 +132,7 @@ class StepDiagnostics:
                 in_flight_lag=lags.in_flight_K.double().sum(),
                 reward=torch.where(trained_S, batch.segment_rewards_S.double(), 0.0).sum(),
                 total_tokens=torch.full_like(zero, batch.num_tokens if first else 0),
+                shared_tokens=torch.full_like(zero, batch.num_shared if first else 0),
                 padded_tokens=torch.full_like(zero, batch.input_ids.numel()),
                 imitated=imitated,
                 imitated_weight=imitated_weight,
@@ -174,7 +176,7 @@ class StepDiagnostics:
 def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
     """Compute the metrics of a step, by name, from the totals of ``StepDiagnostics.reduce``."""
     tokens, sequences = max(totals["tokens"], 1.0), max(totals["sequences"], 1.0)
-    trained = totals["tokens"] > 0
+    trained, computed = totals["tokens"] > 0, totals["total_tokens"] - totals["shared_tokens"]
     mean_square = totals["ratio_squared"] / tokens
     return (
         {
@@ -183,7 +185,8 @@ def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
             TrainerMetric.TOKENS: totals["tokens"] + totals["imitated"],
             TrainerMetric.SEQUENCES: totals["sequences"],
             TrainerMetric.INPUT_TOKENS: totals["total_tokens"],
-            TrainerMetric.PADDING_FRACTION: 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
+            TrainerMetric.SHARED_TOKENS: totals["shared_tokens"],
+            TrainerMetric.PADDING_FRACTION: 1.0 - computed / max(totals["padded_tokens"], 1.0),
             TrainerMetric.REWARD: totals["reward"] / sequences,
             TrainerMetric.ENTROPY: totals["entropy"] / tokens,
             TrainerMetric.KL_REF: totals["kl"] / tokens,

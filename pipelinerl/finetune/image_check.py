@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.data import Batch, index_tokens, to_batch
+from pipelinerl.finetune.data import Batch, in_rows, index_tokens, packed, to_batch
 from pipelinerl.finetune.images import ImageReader, attention_of
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.head import LogitMap
@@ -64,7 +64,9 @@ def check_images(
 
 
 def _batch(record: MicroBatch, reader: ImageReader, *, rows: bool) -> Batch:
-    return to_batch(record, index_tokens(record), rows=rows, reader=reader)
+    return to_batch(
+        record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths), reader=reader
+    )
 
 
 def documents(lm: PreTrainedModel, reader: ImageReader) -> MicroBatch:

@@ -54,6 +54,11 @@ class Tokens(NamedTuple):
     """int64 [B, L]"""
     targets_N: Tensor | None = None
     """int64 [B·L]: tokens to score at temperature 1. None: return hidden states instead."""
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents of the only row. None: as the positions restart, or each row is one."""
+    keys: tuple[int, ...] | None = None
+    """As in ``Batch``."""
+    key_rows_E: Tensor | None = None
 
 
 class PolicyOutput(NamedTuple):
@@ -164,11 +169,13 @@ class Policy(nn.Module):
 
     def _announce_layout(self, batch: Batch | Tokens) -> None:
         """Give attention the lengths of the documents, which are known on the host, and routers the experts."""
-        documents = document_lengths(batch.position_ids) if isinstance(batch, Tokens) else batch.documents
+        documents = batch.documents
+        if isinstance(batch, Tokens) and documents is None:
+            documents = document_lengths(batch.position_ids)
         if self.routing is not None:
             self.routing.announce(None if isinstance(batch, Tokens) else batch.routed_experts_NR)
         cut = documents is not None and sum(documents) > batch.input_ids.shape[1]
-        announce(documents, batch.input_ids.device, self.sequence if cut else None)
+        announce(documents, batch.input_ids.device, self.sequence if cut else None, batch.keys, batch.key_rows_E)
 
     def _score(self, hidden_NH: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
         head = self.lm.get_output_embeddings()

@@ -16,7 +16,7 @@ def speed_metrics(
 
     Args:
         config: of the model, as in transformers.
-        tokens: of the optimizer batch, prompts included, over all ranks.
+        tokens: computed for the optimizer batch, prompts included, over all ranks.
         seconds: of computation.
     """
     found: dict[MetricName, float] = {TrainerMetric.INPUT_TOKENS_PER_S_PER_DEVICE: tokens / seconds / ranks}

@@ -52,6 +52,7 @@ PACKED_BY = (
     "finetune.batch_unit",
     "finetune.seq_length",
     "finetune.seq_packing",
+    "finetune.share_prefixes",
     "finetune.seq_parallel",
     "finetune.rl.advantage",
     "finetune.rl.reward_weights",

@@ -16,10 +16,11 @@ import numpy as np
 from pipelinerl.config.objectives import SCALED_BY_BATCH
 from pipelinerl.preprocess.advantages import batch_std_scale
 from pipelinerl.preprocess.batching import OptimizerBatch
-from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
+from pipelinerl.preprocess.packing import plan_packed, plan_shared, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
 from pipelinerl.records.batches import FROZEN, NOT_ROUTED
+from pipelinerl.records.prefixes import sort_by_prefix
 
 AggregationKind = Literal["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"]
 
@@ -73,6 +74,8 @@ class Collation:
     """Largest number of tokens of a packed micro-batch."""
     sequences_per_micro_batch: int | None = None
     """Sequences per micro-batch with `finetune.seq_packing=false`. None: pack up to ``seq_length`` tokens."""
+    share_prefixes: bool = False
+    """Whether ``seq_length`` bounds the tokens that are computed, where common prefixes are computed once."""
     advantage: str = "loo"
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
@@ -113,10 +116,18 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
     """
     segments = _segments(batch.samples, collation)
     lengths = [len(segment.sequence.token_ids) for segment in segments]
-    if collation.sequences_per_micro_batch is None:
-        plan = plan_packed(lengths, collation.data_parallel_size, collation.seq_length)
-    else:
+    if collation.sequences_per_micro_batch is not None:
         plan = plan_unpacked(lengths, collation.data_parallel_size, collation.sequences_per_micro_batch)
+    elif collation.share_prefixes:
+        sequences = [segment.sequence for segment in segments]
+        order, shared = sort_by_prefix(
+            [sequence.token_ids for sequence in sequences],
+            np.array([sequence.images is not None for sequence in sequences]),
+        )
+        untrained = [len(sequence.token_ids) - len(sequence.logprobs) for sequence in sequences]
+        plan = plan_shared(lengths, untrained, order, shared, collation.data_parallel_size, collation.seq_length)
+    else:
+        plan = plan_packed(lengths, collation.data_parallel_size, collation.seq_length)
     num_tokens = sum(sample.num_trained for sample in batch.samples)
     return [
         [

@@ -69,6 +69,7 @@ def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
         data_parallel_size=data_parallel_size,
         seq_length=cfg.finetune.seq_length,
         sequences_per_micro_batch=None if cfg.finetune.seq_packing else cfg.finetune.train_batch_size,
+        share_prefixes=cfg.finetune.recomputed_for is None,
         advantage=cfg.finetune.rl.advantage,
         aggregation=cfg.finetune.rl.aggregation,
         with_reference=needs_reference(cfg),
@@ -213,7 +214,7 @@ class Preprocessor:
         self.archive.write(batch.step)
         if time.monotonic() >= self.next_commit:
             self._commit()
-        quality = quality_of(batches, self.collation.seq_length)
+        quality = quality_of(batches, self.collation.seq_length, share_prefixes=self.collation.share_prefixes)
         values = batch_metrics(batch, quality)
         if self.supervised is not None:
             values[PreprocessorMetric.SFT_ROWS] = self.supervised.num_used

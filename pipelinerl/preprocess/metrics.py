@@ -21,6 +21,7 @@ from pipelinerl.preprocess.totals import Totals
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.archive import TRAINED
 from pipelinerl.records.drops import DropReason
+from pipelinerl.records.prefixes import prefixes_of
 
 
 @dataclass
@@ -75,7 +76,7 @@ def survivorship_line(values: Mapping[MetricName, float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingQuality:
-    """How well an optimizer batch fills its micro-batches. It includes the empty ones."""
+    """How well an optimizer batch fills its micro-batches, by the tokens that are computed. Includes the empty ones."""
 
     micro_batches: int
     empty: int
@@ -112,10 +113,18 @@ def packing_quality(tokens: np.ndarray, empty: int, capacity: int) -> PackingQua
     )
 
 
-def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> PackingQuality:
-    """Quality of collated micro-batches [rank][round] that may hold ``capacity`` tokens each."""
-    tokens = np.array([[0 if mb.sentinel else len(mb.token_ids) for mb in rank] for rank in batches], dtype=np.int64)
-    return packing_quality(tokens, sum(mb.sentinel for rank in batches for mb in rank), capacity)
+def quality_of(
+    batches: Sequence[Sequence[MicroBatch]], capacity: int, *, share_prefixes: bool = False
+) -> PackingQuality:
+    """Quality of collated micro-batches [rank][round] that may compute ``capacity`` tokens each."""
+
+    def computed(record: MicroBatch) -> int:
+        if record.sentinel:
+            return 0
+        return len(record.token_ids) - (int(prefixes_of(record)[1].sum()) if share_prefixes else 0)
+
+    tokens = np.array([[computed(record) for record in rank] for rank in batches], dtype=np.int64)
+    return packing_quality(tokens, sum(record.sentinel for rank in batches for record in rank), capacity)
 
 
 def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[MetricName, float]:
@@ -135,7 +144,7 @@ def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[Metric
     return of_rollouts | {
         PreprocessorMetric.SAMPLES: batch.size,
         PreprocessorMetric.SEQUENCES: sum(len(sample.sequences) for sample in batch.samples),
-        PreprocessorMetric.TOKENS: quality.tokens,
+        PreprocessorMetric.TOKENS: sum(sample.num_tokens for sample in batch.samples),
         PreprocessorMetric.TOKENS_TRAINED: sum(sample.num_trained for sample in batch.samples),
         PreprocessorMetric.TOKENS_MASKED_BY_LAG: sum(sample.num_masked for sample in batch.samples),
         PreprocessorMetric.ZERO_WEIGHT: sum(not sample.num_counted for sample in batch.samples),

@@ -10,6 +10,7 @@ Shapes: N sequences, S slots, A slots to relieve, P candidate partners of each, 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,6 +55,75 @@ def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: in
     slots = [part.tolist() for part in np.array_split(np.asarray(order, dtype=np.int64), rounds * num_ranks)]
     padded = [len(slot) * max((lengths[i] for i in slot), default=0) for slot in slots]
     return _to_ranks(slots, padded, num_ranks)
+
+
+BUNDLES = (1, 2, 4, 8, 16)
+"""Parts of a micro-batch that a bundle of sequences with one prefix may fill, the largest first."""
+
+
+def plan_shared(
+    lengths: Sequence[int],
+    untrained: Sequence[int],
+    order: np.ndarray,
+    shared: np.ndarray,
+    num_ranks: int,
+    capacity: int,
+) -> Plan:
+    """As ``plan_packed``, where a prefix that sequences of a micro-batch have in common is computed once.
+
+    Bundles of neighbours in lexicographic order are packed like sequences. Large bundles compute less, small ones make
+    ranks more equal, so several sizes are tried. The plan whose longest micro-batches have the fewest tokens is taken.
+
+    Args:
+        untrained: tokens of each sequence that are not trained. Only these can be saved, so that a micro-batch also
+            trains at most ``capacity`` tokens.
+        order, shared: of ``sort_by_prefix``.
+    """
+    if not shared.any():
+        return plan_packed(lengths, num_ranks, capacity)
+    tree = _Tree(np.asarray(lengths)[order], np.asarray(untrained)[order], shared)
+    assert ((tree.lengths_N > 0) & (tree.lengths_N <= capacity)).all(), "sequences must fit a micro-batch"
+    found = []
+    for limit in (*(capacity // part for part in BUNDLES), 0):
+        bundles = tree.bundles(limit)
+        slot_B, num_slots = _fewest_rounds(np.array([tree.tokens(b) for b in bundles]), num_ranks, capacity)
+        members: list[list[int]] = [[] for _ in range(num_slots)]
+        for slot, bundle in zip(slot_B.tolist(), bundles, strict=True):
+            members[slot] += bundle.tolist()  # ascending, as the bundles are
+        tokens = [tree.tokens(np.array(slot, dtype=np.int64)) for slot in members]
+        found.append((sum(sorted(tokens, reverse=True)[::num_ranks]), members, tokens))
+    _, members, tokens = min(found, key=lambda plan: plan[0])
+    return _to_ranks([order[slot].tolist() for slot in members], tokens, num_ranks)
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Sequences in lexicographic order."""
+
+    lengths_N: np.ndarray
+    untrained_N: np.ndarray
+    shared_N: np.ndarray
+    """Tokens that each has in common with its predecessor."""
+
+    def tokens(self, places: np.ndarray) -> int:
+        """Tokens that the sequences at ascending ``places`` compute together."""
+        if not len(places):
+            return 0
+        # Two sequences have in common what all neighbours between them have.
+        common = np.minimum.reduceat(self.shared_N[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
+        saved = np.minimum(common, self.untrained_N[places[1:]])
+        return int(self.lengths_N[places].sum() - np.sum(saved))
+
+    def bundles(self, limit: int) -> list[np.ndarray]:
+        """Runs of neighbours with common prefixes, each of at most ``limit`` computed tokens, or a single sequence."""
+        adds = (self.lengths_N - np.minimum(self.shared_N, self.untrained_N)).tolist()
+        starts, tokens = [0], int(self.lengths_N[0])
+        for place in range(1, len(adds)):
+            tokens += adds[place]
+            if not self.shared_N[place] or tokens > limit:
+                starts.append(place)
+                tokens = int(self.lengths_N[place])
+        return np.split(np.arange(len(adds)), starts[1:])
 
 
 def fewest_slots(lengths_N: np.ndarray, capacity: int) -> int:

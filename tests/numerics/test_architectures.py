@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import architecture
 from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config
-from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
+from pipelinerl.finetune.attention import PACKED, announce, packed_attention, register_attention
 from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.rl.head import LogitMap
 from pipelinerl.finetune.small_copy import small_copy
@@ -75,7 +75,8 @@ def fast_and_slow(model_types: Iterable[str], slow: Collection[str]) -> list[Any
 @pytest.mark.parametrize("model_type", fast_and_slow(PACKABLE, ["gemma4"]))
 def test_packed_documents_have_the_model_s_own_logprobs(model_type: str):
     values, logit_map = PACKABLE[model_type]
-    assert examine_config(make_config(model_type, **values)) == Architecture(attention=PACKED, logit_map=logit_map)
+    found = examine_config(make_config(model_type, **values), share_prefixes=True)
+    assert found == Architecture(attention=PACKED, logit_map=logit_map)
 
 
 @pytest.mark.parametrize("model_type", fast_and_slow(ROWS_ONLY, ["falcon_h1", "nemotron_h", "jamba"]))
@@ -102,6 +103,17 @@ def test_sparse_attention_is_refused_beyond_the_keys_that_it_chooses(model_type:
     with pytest.raises(ConfigError, match=f"more than {said}tokens .*max_model_len to at most "):
         examine_config(config, longest=4096)
     assert examine_config(config, longest=config.index_topk).attention == "sdpa"
+    with pytest.raises(ConfigError, match=says("finetune.share_prefixes", "its attention is sdpa", "set it to off")):
+        examine_config(config, longest=config.index_topk, share_prefixes=True)
+
+
+def test_prefix_whose_keys_are_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def forgetful(documents: Any, device: Any, *_: Any) -> None:
+        announce(documents, device)
+
+    monkeypatch.setattr("pipelinerl.finetune.model.announce", forgetful)
+    with pytest.raises(ConfigError, match=says("finetune.share_prefixes", "nats", "set it to off")):
+        examine_config(make_config("qwen2"), share_prefixes=True)
 
 
 def test_blocks_of_keys_are_refused_in_packs():

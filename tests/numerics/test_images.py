@@ -9,7 +9,7 @@ import torch
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
-from pipelinerl.finetune.data import index_tokens, to_batch
+from pipelinerl.finetune.data import in_rows, index_tokens, packed, to_batch
 from pipelinerl.finetune.image_check import SCORED, documents, own_logprobs
 from pipelinerl.finetune.images import ImageReader, attention_of
 from pipelinerl.finetune.model import Policy
@@ -44,9 +44,15 @@ def test_logprobs_are_the_models_own_and_depend_on_the_images(compared: tuple[Po
     record = documents(policy.lm, reader)
     own = own_logprobs(policy.lm, reader, record)
     policy.lm.set_attn_implementation(attention_of(policy.lm.config, PACKED))
-    found = policy(to_batch(record, index_tokens(record), rows=rows, reader=reader))
+    found = policy(
+        to_batch(
+            record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths), reader=reader
+        )
+    )
     assert (found - own).abs().max() <= 2e-5
-    flat = to_batch(record, index_tokens(record), rows=rows, reader=reader)
+    flat = to_batch(
+        record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths), reader=reader
+    )
     assert flat.images is not None
     flat.images.pixels["pixel_values"].mul_(-1.0)
     other = policy(flat)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
-from pipelinerl.finetune.data import check_record, to_batch
+from pipelinerl.finetune.data import check_record, in_rows, packed, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, isolation_error
 from pipelinerl.finetune.recomputation import keeping_products
@@ -46,7 +46,7 @@ def gradients(
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14), step=3, max_lag=2)
     for record in pack(samples, bins, step=3):
         index = check_record(record, VOCAB, max_lag_steps=2)
-        batch = to_batch(record, index, rows=rows)
+        batch = to_batch(record, index, layout=(in_rows if rows else packed)(record.segment_lengths))
         policy(batch, settings).loss.backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
@@ -120,7 +120,7 @@ def test_merged_and_unmerged_turns_give_the_same_gradient(name: str) -> None:
         policy = make_policy()
         ((record,),) = collate(batch, Collation(data_parallel_size=1, seq_length=256, aggregation="sum_over_batch"))
         assert len(record.segment_lengths) == (2 if merged else 6)
-        rows = to_batch(record, check_record(record, VOCAB, max_lag_steps=2), rows=False)
+        rows = to_batch(record, check_record(record, VOCAB, max_lag_steps=2), layout=packed(record.segment_lengths))
         policy(rows, LossSettings(policy_loss=name, entropy_bonus=0.05)).loss.backward()
         found.append({key: p.grad for key, p in policy.lm.named_parameters() if p.grad is not None})
     assert_close(found[1], found[0])
@@ -180,7 +180,7 @@ def test_value_head_learns_from_the_reward_and_gives_the_advantage() -> None:
     policy = make_policy()
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
     record = pack(samples, [range(SAMPLES)])[0]
-    batch = to_batch(record, check_record(record, VOCAB, 0), rows=False)
+    batch = to_batch(record, check_record(record, VOCAB, 0), layout=packed(record.segment_lengths))
     output = policy(batch, LossSettings())
     output.loss.backward()
     rewards, weights = batch.inputs.advantages_K, batch.inputs.weights_K
@@ -201,7 +201,7 @@ def test_value_head_reaches_the_reward(tmp_path: object) -> None:
     engine = ReplicatedEngine(policy, SimpleNamespace(finetune=finetune), torch.device("cpu"))
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
     record = pack(samples, [range(SAMPLES)])[0]
-    batch = to_batch(record, check_record(record, VOCAB, 0), rows=False)
+    batch = to_batch(record, check_record(record, VOCAB, 0), layout=packed(record.segment_lengths))
     losses = []
     for _ in range(60):
         output = engine.forward(batch, LossSettings(ratio_clamp=1e-6))

@@ -21,7 +21,7 @@ import yaml
 from pipelinerl.config.load import compose, validate
 from pipelinerl.config.migrate.migration import migrate
 from pipelinerl.config.sections import Config
-from pipelinerl.finetune.data import index_tokens, to_batch
+from pipelinerl.finetune.data import index_tokens, packed, to_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.preprocess.batching import OptimizerBatch
@@ -216,7 +216,7 @@ def ours(recorded: Recorded) -> float:
     )
     total = 0.0
     for record in collate(OptimizerBatch(step=0, samples=scored, next_source=(9, 0)), collation)[0]:
-        batch = to_batch(record, index_tokens(record), rows=False, float_dtype=torch.float64)
+        batch = to_batch(record, index_tokens(record), layout=packed(record.segment_lengths), float_dtype=torch.float64)
         total += float(recorded.policy(batch, settings_at(config, 0)).loss.detach())
     return total
 

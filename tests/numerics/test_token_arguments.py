@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipelinerl.config.objectives import TOKEN_ARGUMENTS
 from pipelinerl.errors import ConfigError, RecordError
-from pipelinerl.finetune.data import Batch, check_record, to_batch
+from pipelinerl.finetune.data import Batch, check_record, in_rows, packed, to_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
@@ -93,7 +93,12 @@ def make_policy(coef: float = 0.0) -> Policy:
 
 
 def batch_of(source: MicroBatch, *, rows: bool = False) -> Batch:
-    return to_batch(source, check_record(source, VOCAB, 0), rows=rows, float_dtype=torch.float64)
+    return to_batch(
+        source,
+        check_record(source, VOCAB, 0),
+        layout=(in_rows if rows else packed)(source.segment_lengths),
+        float_dtype=torch.float64,
+    )
 
 
 def sequences(policy: Policy, source: MicroBatch) -> list[dict[str, Any]]:

@@ -107,6 +107,14 @@ class FinetuneSection(Section):
         "pack sequences without padding. False = `train_batch_size` sequences per micro-batch, one per padded row, as "
         "models with recurrent or convolutional layers need",
     )
+    share_prefixes: Literal["auto", "off"] = key(
+        "auto",
+        "compute once what sequences of a micro-batch have in common: the prompt of a problem's attempts, the history "
+        "of an agent's turns. `seq_length` then bounds the computed tokens. Auto = where documents are packed, but not "
+        "with `seq_parallel`, `router_replay`, `attn_implementation`, adapters' dropout, or for sequences with images. "
+        "Off = compute every sequence whole",
+        may_change=True,
+    )
     seq_parallel: PositiveInt = key(
         1,
         "ranks that share each packed micro-batch, each a part of every document. Groups never cross nodes",
@@ -221,3 +229,16 @@ class FinetuneSection(Section):
     )
     lora: LoraSection
     rl: RLSection
+
+    @property
+    def recomputed_for(self) -> str | None:
+        """The setting for which sequences compute a common prefix each by itself. None: they compute it once."""
+        reasons = {
+            "share_prefixes": self.share_prefixes == "off",
+            "seq_packing": not self.seq_packing,
+            "seq_parallel": self.seq_parallel > 1,
+            "router_replay": self.router_replay,
+            "attn_implementation": self.attn_implementation != "auto",
+            "lora.dropout": self.lora.dropout > 0,
+        }
+        return next((f"finetune.{key}" for key, holds in reasons.items() if holds), None)

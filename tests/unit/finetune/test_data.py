@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import check_record, index_tokens, prefers_rows, to_batch
+from pipelinerl.finetune.data import check_record, in_rows, index_tokens, packed, to_batch
 from pipelinerl.records import MicroBatch
 
 
@@ -43,7 +43,7 @@ def test_index_names_positions_segments_and_versions() -> None:
 @pytest.mark.parametrize("rows", [False, True])
 def test_batch_predicts_each_trained_token_from_the_one_before(rows: bool) -> None:
     record = make_record()
-    batch = to_batch(record, index_tokens(record), rows=rows)
+    batch = to_batch(record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths))
     assert batch.targets_K.tolist() == [12, 13, 21, 22]
     assert batch.input_ids.flatten()[batch.predictors_K].tolist() == [11, 12, 20, 21]
     assert batch.position_ids.expand_as(batch.input_ids).flatten()[batch.predictors_K].tolist() == [1, 2, 0, 1]
@@ -54,10 +54,15 @@ def test_batch_predicts_each_trained_token_from_the_one_before(rows: bool) -> No
     assert batch.input_ids.shape == ((2, 4) if rows else (1, 7))
 
 
+def prefers_rows(segment_lengths: np.ndarray, dense_mask: bool = True) -> bool:
+    """With 384 units per token."""
+    return in_rows(segment_lengths).cost(384, dense_mask) < packed(segment_lengths).cost(384, dense_mask)
+
+
 def test_rows_are_preferred_for_equal_lengths_and_packing_for_unequal_ones() -> None:
-    assert prefers_rows(np.full(64, 40), tokens_per_attention_unit=384)
-    assert not prefers_rows(np.array([400, 10, 10, 10, 10, 10]), tokens_per_attention_unit=384)
-    assert not prefers_rows(np.array([100]), tokens_per_attention_unit=384)
+    assert prefers_rows(np.full(64, 40))
+    assert not prefers_rows(np.array([400, 10, 10, 10, 10, 10]))
+    assert not prefers_rows(np.array([100]))
 
 
 def test_without_a_dense_mask_rows_are_for_many_short_segments_only() -> None:
@@ -65,9 +70,9 @@ def test_without_a_dense_mask_rows_are_for_many_short_segments_only() -> None:
     1,252,096. 8 × 4,000 with one of 3,000: rows 32,000·4,384 = 140,288,000; packed 31,000·384 + 121,000,000 + 20,832.
     """
     short, long = np.full(64, 40), np.array([4000] * 7 + [3000])
-    assert prefers_rows(short, tokens_per_attention_unit=384, dense_mask=False)
-    assert not prefers_rows(long, tokens_per_attention_unit=384, dense_mask=False)
-    assert prefers_rows(long, tokens_per_attention_unit=384, dense_mask=True)
+    assert prefers_rows(short, dense_mask=False)
+    assert not prefers_rows(long, dense_mask=False)
+    assert prefers_rows(long, dense_mask=True)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +93,15 @@ def test_what_may_not_reach_a_gradient_is_refused_with_its_sample(changes: dict[
 def test_losses_get_returns_with_a_value_head_and_else_the_rollouts_reward() -> None:
     """With a value head `advantages` holds what each token earns from there on, which is not the rollout's reward."""
     record = make_record()
-    assert to_batch(record, index_tokens(record), rows=False).inputs.rewards_K.tolist() == [1, 1, 0, 0]
+    assert to_batch(record, index_tokens(record), layout=packed(record.segment_lengths)).inputs.rewards_K.tolist() == [
+        1,
+        1,
+        0,
+        0,
+    ]
     returns = np.array([0, 0, 0.5, 0.25, 0, -2, -3], np.float32)
     record = make_record(advantages=returns, cut=np.array([False, True]))
-    batch = to_batch(record, index_tokens(record), rows=False)
+    batch = to_batch(record, index_tokens(record), layout=packed(record.segment_lengths))
     assert batch.inputs.rewards_K.tolist() == [0.5, 0.25, -2, -3]
     assert batch.segment_rewards_S.tolist() == [1, 0]
 
@@ -99,6 +109,6 @@ def test_losses_get_returns_with_a_value_head_and_else_the_rollouts_reward() -> 
 @pytest.mark.parametrize(("rows", "expected"), [(False, [0, 1, 2, 3, 4, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6, -1])])
 def test_experts_lie_on_the_grid_and_padding_has_none(rows: bool, expected: list[int]) -> None:
     record = make_record(routed_experts=np.arange(7, dtype=np.int16)[:, None])
-    batch = to_batch(record, index_tokens(record), rows=rows)
+    batch = to_batch(record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths))
     assert batch.routed_experts_NR is not None
     assert batch.routed_experts_NR[:, 0].tolist() == expected

@@ -36,6 +36,7 @@ def one_step(
         lags=LagInputs(lag_K=torch.tensor(lags), in_flight_K=torch.tensor(in_flight)),
         segment_rewards_S=torch.tensor([1.0, 99.0, *[0.0] * num_segments])[:num_segments],
         num_tokens=9,
+        num_shared=3,
         input_ids=torch.zeros(3, 4),
     )
     output = PolicyOutput(
@@ -113,7 +114,8 @@ def test_ess_of_sequences_whose_ratios_are_no_numbers(log_ratio: float) -> None:
 def test_rewards_entropy_and_padding(metrics: dict[str, float]) -> None:
     assert metrics["reward"] == 0.5
     assert metrics["entropy"] == 2.0
-    assert metrics["padding_fraction"] == 0.25
+    assert metrics["shared_tokens"] == 3.0
+    assert metrics["padding_fraction"] == 0.5
 
 
 def test_nothing_trained_gives_finite_metrics() -> None:

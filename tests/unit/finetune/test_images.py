@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import index_tokens, to_batch
+from pipelinerl.finetune.data import in_rows, index_tokens, packed, to_batch
 from pipelinerl.finetune.images import ImageReader, attention_of, embed, takes_images
 from pipelinerl.records import MicroBatch
 from tests.says import says
@@ -75,7 +75,9 @@ def test_features_take_the_places_of_their_tokens_alone(idefics: tuple[Any, Imag
     assert image_id is not None
     small, wide = counts(lm, reader)
     record = showing(image_id, [1, (1, wide), 2, (0, small), 3], [4, (1, wide), 7, image_id])
-    batch = to_batch(record, index_tokens(record), rows=rows, reader=reader)
+    batch = to_batch(
+        record, index_tokens(record), layout=(in_rows if rows else packed)(record.segment_lengths), reader=reader
+    )
     states = embed(lm, batch.input_ids, batch.images, reader.blank)
     first, second = (features_of(lm, reader, image) for image in (SMALL, WIDE))
     words = lm.get_input_embeddings()
@@ -97,12 +99,12 @@ def test_prompt_with_other_tokens_than_features_is_refused(idefics: tuple[Any, I
     assert reader.placeholder is not None
     small, wide = counts(lm, reader)
     record = showing(reader.placeholder, [1, (0, small), (1, wide + 1), 2])
-    batch = to_batch(record, index_tokens(record), rows=False, reader=reader)
+    batch = to_batch(record, index_tokens(record), layout=packed(record.segment_lengths), reader=reader)
     with pytest.raises(RecordError, match=says(f"{small + wide} features", small + wide + 1)):
         embed(lm, batch.input_ids, batch.images, reader.blank)
     unequal = showing(reader.placeholder, [1, (0, small), 2], [1, (0, small - 1), (1, wide), 2])
     with pytest.raises(RecordError, match=says("image 0", f"{small} tokens", small - 1)):
-        to_batch(unequal, index_tokens(unequal), rows=False, reader=reader)
+        to_batch(unequal, index_tokens(unequal), layout=packed(unequal.segment_lengths), reader=reader)
 
 
 def test_image_that_cannot_be_decoded_and_model_of_text_are_refused(idefics: tuple[Any, ImageReader]) -> None:
@@ -110,9 +112,9 @@ def test_image_that_cannot_be_decoded_and_model_of_text_are_refused(idefics: tup
     assert reader.placeholder is not None
     record = msgspec.structs.replace(showing(reader.placeholder, [1, (0, 8), (1, 9), 2]), images=(SMALL, b"x"))
     with pytest.raises(RecordError, match=says("micro-batch 0", "step 7", "2 images", "1 bytes", "PNG")):
-        to_batch(record, index_tokens(record), rows=False, reader=reader)
+        to_batch(record, index_tokens(record), layout=packed(record.segment_lengths), reader=reader)
     with pytest.raises(RecordError, match=says("micro-batch 0", "step 7", "images", "none")):
-        to_batch(record, index_tokens(record), rows=False)
+        to_batch(record, index_tokens(record), layout=packed(record.segment_lengths))
 
 
 def test_batch_of_text_gives_every_parameter_of_the_tower_a_gradient_of_zero(
@@ -144,12 +146,14 @@ def test_positions_of_height_and_width_restart_at_every_document(tmp_path: Path)
         images=(picture(112, 56),),
         image_spans=np.array([[0, 2, 10]], np.int32),
     )
-    packed = to_batch(record, index_tokens(record), rows=False, reader=reader).position_ids
-    time, height, width = packed[:, 0].tolist()
+    positions = to_batch(
+        record, index_tokens(record), layout=packed(record.segment_lengths), reader=reader
+    ).position_ids
+    time, height, width = positions[:, 0].tolist()
     assert time == [0, 1, *[2] * 8, 6, 7, 0, 1, 2]
     assert height == [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 6, 7, 0, 1, 2]
     assert width == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 0, 1, 2]
-    rows = to_batch(record, index_tokens(record), rows=True, reader=reader).position_ids
+    rows = to_batch(record, index_tokens(record), layout=in_rows(record.segment_lengths), reader=reader).position_ids
     assert rows.shape == (3, 2, 12)
     assert rows[2, 0].tolist() == width[:12]
     assert rows[1, 1, :3].tolist() == [0, 1, 2]

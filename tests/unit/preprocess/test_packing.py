@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.metrics import packing_quality
-from pipelinerl.preprocess.packing import _without_empty, fewest_slots, plan_packed, plan_unpacked
+from pipelinerl.preprocess.packing import Plan, _without_empty, fewest_slots, plan_packed, plan_shared, plan_unpacked
+from pipelinerl.records.prefixes import sort_by_prefix
 
 
 def loads(plan, lengths):
@@ -147,3 +148,58 @@ def test_packing_quality_by_hand():
     assert quality.level == pytest.approx(18 / 32)
     assert quality.rank_imbalance == pytest.approx(3 / 9)
     assert quality.lockstep == pytest.approx(18 / (2 * 12))
+
+
+def trie_tokens(sequences, slot):
+    """Distinct prefixes of the slot's sequences: what computing each common prefix once computes."""
+    return len({tuple(sequences[i][:end]) for i in slot for end in range(1, len(sequences[i]) + 1)})
+
+
+def plan_sequences(sequences, num_ranks, capacity, trained=0) -> Plan:
+    order, shared = sort_by_prefix([np.array(sequence, dtype=np.int32) for sequence in sequences], fewest=1)
+    lengths = [len(sequence) for sequence in sequences]
+    return plan_shared(lengths, [n - trained for n in lengths], order, shared, num_ranks, capacity)
+
+
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 5),
+    capacity=st.integers(12, 60),
+)
+@settings(max_examples=120, deadline=None)
+def test_plan_shared_any_trees_keep_every_sequence_once_within_capacity(sequences, num_ranks, capacity):
+    plan = plan_sequences(sequences, num_ranks, capacity)
+    assert members(plan) == list(range(len(sequences)))
+    assert len({len(rank) for rank in plan}) == 1
+    assert max(trie_tokens(sequences, slot) for rank in plan for slot in rank) <= capacity
+
+
+def test_plan_shared_keeps_the_attempts_at_a_problem_together():
+    """Four problems of 3 attempts, prompts of 6, answers of 1: 9 tokens a problem, 21 if each attempt had a prompt."""
+    sequences = [[problem] * 6 + [10 + attempt] for attempt in range(3) for problem in range(4)]
+    plan = plan_sequences(sequences, 2, 18)
+    assert sorted(sorted({sequences[i][0] for i in slot}) for rank in plan for slot in rank) in (
+        [[0, 1], [2, 3]],
+        [[0, 2], [1, 3]],
+        [[0, 3], [1, 2]],
+    )
+
+
+def test_plan_shared_divides_a_problem_where_ranks_would_wait():
+    """One problem of 8 attempts on 2 ranks: 2 + 8 × 4 tokens on one, or 2 + 4 × 4 on each."""
+    sequences = [[1, 2] + [10 + attempt] * 4 for attempt in range(8)]
+    plan = plan_sequences(sequences, 2, 100)
+    assert [trie_tokens(sequences, slots[0]) for slots in plan] == [18, 18]
+
+
+def test_plan_shared_counts_tokens_that_are_trained_twice():
+    """Equal attempts compute 4 tokens in all, but each trains its last 2: three of them are 2 + 3 × 2."""
+    plan = plan_sequences([[1, 2, 3, 4]] * 6, 1, 8, trained=2)
+    assert sorted(len(slot) for slot in plan[0]) == [3, 3]
+
+
+def test_plan_shared_without_common_prefixes_is_plan_packed():
+    lengths = np.random.default_rng(0).integers(1, 50, 200).tolist()
+    sequences = [[i] * length for i, length in enumerate(lengths)]
+    order, shared = sort_by_prefix([np.array(sequence, dtype=np.int32) for sequence in sequences])
+    assert plan_shared(lengths, lengths, order, shared, 3, 100) == plan_packed(lengths, 3, 100)

@@ -11,7 +11,7 @@ import torch
 from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import DomainError
-from pipelinerl.finetune.data import check_record, to_batch
+from pipelinerl.finetune.data import check_record, packed, to_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
@@ -173,7 +173,9 @@ def test_mixed_batch_has_the_gradient_of_its_rollouts_and_of_the_mean_nll(loss: 
     def backward(policy: Policy, samples: tuple[Any, ...]) -> None:
         (records,) = collate(OptimizerBatch(step=0, samples=samples, next_source=(1, 0)), collation)
         for record in records:
-            batch = to_batch(record, check_record(record, VOCAB, 0), rows=False, float_dtype=torch.float64)
+            batch = to_batch(
+                record, check_record(record, VOCAB, 0), layout=packed(record.segment_lengths), float_dtype=torch.float64
+            )
             policy(batch, settings).loss.backward()
 
     ours, oracle = make_policy(), make_policy()
