@@ -119,6 +119,7 @@ def summarise(
     of_all_runs = {
         **({"imitation": dict(imitation)} if imitation else {}),
         "tokens_trained_per_s": rate(trained, training_s),
+        "tokens_shared": shared_share(steps),
         "training_s": training_s,
         "wall_s": max(wall_s, training_s or 0.0),
         "phases": dict(phases or {}),
@@ -368,7 +369,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         ]
     pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
-    balance = summary.get("balance")  # a summary of before 0.2 has none
+    balance, shared = summary.get("balance"), summary.get("tokens_shared")  # older summaries have none
     return [
         f"success          {before} → {after} on the test problems",
         f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
@@ -381,6 +382,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         answer_line(lengths),
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
+        *([f"prefixes         {shared:.0%} of the trainer's tokens not computed again"] if shared else []),
         *([f"balance          {balance_line(balance)}"] if balance else []),
         *(imitation_lines(imitation) if imitation else []),
         *last_lines(summary, run_dir),
@@ -407,6 +409,12 @@ def imitation_lines(imitation: Mapping[str, Any]) -> list[str]:
 
 def answer_line(lengths: Mapping[str, int | None]) -> str:
     return f"answers          median {number(lengths['median'], 0)}, 99th percentile {number(lengths['p99'], 0)} tokens"
+
+
+def shared_share(steps: Sequence[SamplesProcessed]) -> float | None:
+    """Share of the trainer's tokens that were not computed, because others have the same prefix. None: not known."""
+    shared = sum(step.metrics.get(TrainerMetric.SHARED_TOKENS, 0.0) for step in steps)
+    return rate(shared, sum(step.metrics.get(TrainerMetric.INPUT_TOKENS, 0.0) for step in steps) or None)
 
 
 def number(value: float | None, digits: int) -> str:

@@ -34,6 +34,7 @@ from pipelinerl.inspect.report import (
     read_metrics_tail,
     read_records,
     read_summary,
+    shared_share,
 )
 from pipelinerl.membership.address import address_of, open_store, parse_address
 from pipelinerl.membership.stores import LeaseStore
@@ -144,6 +145,8 @@ def progress_lines(records: Any) -> list[str]:
         told = f"rollouts, lag {lag}"
         if imitates_alone(steps[-1]):
             told = f"conversations, loss {number(metrics.get(TrainerMetric.SFT_LOSS), 3)} nats per token"
+        shared = shared_share(steps[-1:])
+        told += f", {shared:.0%} of the tokens from common prefixes" if shared else ""
         lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} {told}")
     if updates:
         servers = ", ".join(updates[-1].servers) or "no server"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.receivers import forkserver
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
-from pipelinerl.config.load import compose, parse, to_container
+from pipelinerl.config.load import compose, load_old_run, parse, to_container
 from pipelinerl.errors import CheckpointError, ConfigError, StreamError
 from pipelinerl.finetune.loop import Trainer
 from pipelinerl.inspect.reading import look_into
@@ -187,6 +187,15 @@ def test_the_same_objective_a_second_time_is_the_first(run_dir: Path, capsys: Ca
     assert found["with"]["sequences"] == found["run"]["sequences"]
     assert found["with"]["update_norm"] == found["run"]["update_norm"]
     assert found["with"]["metrics"]["grad_norm"] == found["run"]["metrics"]["grad_norm"]
+
+
+def test_common_prefixes_may_be_computed_again(run_dir: Path) -> None:
+    cfg = load_old_run(run_dir)
+    assert files.changed_settings(cfg, {"share_prefixes": "off", "kl_coef": 0.1}) == {
+        "share_prefixes": False,
+        "kl_coef": 0.1,
+    }
+    assert files.changed_settings(cfg, {"share_prefixes": "auto"}) == {"share_prefixes": True}
 
 
 def test_steps_with_a_shared_proximal_policy_are_replayed_from_their_block(tmp_path: Path, capsys: Capture) -> None:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with look_into(args.run):
             if args.step is None:
                 raise ConfigError(f"--step is missing: {inputs.replayable(args.run)}")
-            files.changed_loss(load_old_run(args.run), changes)  # refuses a wrong key before anything is computed
+            files.changed_settings(load_old_run(args.run), changes)  # refuses a wrong key before anything is computed
             plan = inputs.collect_inputs(args.run, args.step, folder)
             recorded = inputs.recorded(args.run, args.step)
         own, other = computed(folder, plan, changes, mismatch=args.mismatch)
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="a setting of finetune.rl's loss, for a second computation",
+        help="a setting of finetune.rl's loss, or share_prefixes=off, for a second computation",
     )
     own.add_argument("--mismatch", action="store_true", help="split the gap between trainer and server into causes")
     own.add_argument("--tokens", type=natural, default=12, metavar="K", help="tokens to show (%(default)s)")

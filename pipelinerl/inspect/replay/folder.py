@@ -24,6 +24,8 @@ from pipelinerl.streams.codec import Codec
 R = TypeVar("R")
 
 PLAN = "plan"
+SHARE_PREFIXES = "share_prefixes"
+"""The only key of `finetune` itself that a second computation may change."""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,20 +146,23 @@ def read_results(folder: Path, name: str, num_ranks: int) -> ReplayedStep:
     return msgspec.structs.replace(parts[0], sequences=sequences)
 
 
-def changed_loss(cfg: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The typed values of changed keys of `finetune.rl`, for ``LossSettings``.
+def changed_settings(cfg: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The typed values of changed keys of `finetune.rl`, for ``LossSettings``, and of ``share_prefixes``.
 
     Raises:
-        ConfigError: a key is no setting of the loss, or its value is refused.
+        ConfigError: a key is none of these, or its value is refused.
     """
     from pipelinerl.config.load import parse_container
     from pipelinerl.finetune.rl.objective import LossSettings
 
-    known = sorted(LossSettings.__dataclass_fields__.keys() - {"proximal"})
+    known = sorted({*LossSettings.__dataclass_fields__, SHARE_PREFIXES} - {"proximal"})
     unknown = sorted(changes.keys() - set(known))
     if unknown:
         raise ConfigError(f"--with {unknown[0]}=… is no setting of the loss: there are {', '.join(known)}")
     container = cfg.model_dump(mode="json")
-    container["finetune"]["rl"] |= dict(changes)
-    rl = parse_container(container).finetune.rl
-    return {name: getattr(rl, name) for name in changes}
+    for name, value in changes.items():
+        section = container["finetune"] if name == SHARE_PREFIXES else container["finetune"]["rl"]
+        section[name] = value
+    finetune = parse_container(container).finetune
+    settings = {name: getattr(finetune.rl, name) for name in changes if name != SHARE_PREFIXES}
+    return settings | ({SHARE_PREFIXES: finetune.recomputed_for is None} if SHARE_PREFIXES in changes else {})

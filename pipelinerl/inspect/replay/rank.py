@@ -126,12 +126,12 @@ def replay(folder: Path, changes: Mapping[str, Any], *, mismatch: bool = False) 
     """Compute the folder's step on this rank and write the results. Collective.
 
     Args:
-        changes: settings of the loss for a second computation of the step. Empty: there is none.
+        changes: for a second computation of the step, as `changed_settings`. Empty: there is none.
         mismatch: also compute the log-probabilities of the weights that sampled the tokens.
     """
     plan = files.read_record(folder / files.PLAN, ReplayPlan)
     cfg = load_old_run(plan.run_dir)
-    other = files.changed_loss(cfg, changes)
+    other = files.changed_settings(cfg, changes)
     accelerator = "cuda" if plan.accelerator == "cuda" and torch.cuda.is_available() else "cpu"
     if accelerator == "cpu":
         torch.set_num_threads(plan.threads)
@@ -187,14 +187,16 @@ class _Run:
     def train(self, step: int, changes: Mapping[str, Any]) -> tuple[dict[MetricName, float], TokenFigures]:
         """Train one step, a second time if it is the last one that was trained, with changed settings of the loss."""
         records, proximal = self._inputs(step)
-        settings = replace(settings_at(self._cfg, step), **changes)
+        of_loss = dict(changes)
+        rules = replace(self._rules, share_prefixes=of_loss.pop(files.SHARE_PREFIXES, self._rules.share_prefixes))
+        settings = replace(settings_at(self._cfg, step), **of_loss)
         if settings.kl_coef and records[0].ref_logprobs is None:
             raise ConfigError(
                 "--with kl_coef=…: the run has no reference model, whose log-probabilities a KL term needs"
             )
-        figures = TokenFigures(settings, self._rules, self._of_versions if step == self._step else None)
+        figures = TokenFigures(settings, rules, self._of_versions if step == self._step else None)
         rate = learning_rate(self._cfg.finetune, step)
-        metrics = train_step(self._engine, records, settings, self._rules, rate, proximal, figures.add)
+        metrics = train_step(self._engine, records, settings, rules, rate, proximal, figures.add)
         return metrics, figures
 
     def measure(self, step: int, changes: Mapping[str, Any], reference: Tensors | None) -> tuple[ReplayedStep, Tensors]:

@@ -220,6 +220,7 @@ def test_run_that_imitates_says_what_it_learned_and_nothing_of_rollouts() -> Non
         "imitation": imitation,
         "optimizer_steps": 3,
         "tokens_trained_per_s": pytest.approx(300 / 6),
+        "tokens_shared": None,
         "training_s": 6.0,
         "wall_s": 9.0,
         "phases": {},
