@@ -14,6 +14,9 @@
 - `rank_imbalance`: largest deviation of a rank's tokens from the mean; the worst step is given too;
 - `lockstep`: tokens / (ranks × Σ over rounds of the longest micro-batch);
 - `mtokens_per_cpu_s`: 10^6 tokens planned per second of CPU; the worst step is given too.
+
+`shared`: groups of `attempts` answers to a prompt that a micro-batch computes once. There, tokens are those computed,
+and `computed_share` is their part of all tokens of the sequences.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelinerl.preprocess.metrics import packing_quality
-from pipelinerl.preprocess.packing import Plan, plan_packed
+from pipelinerl.preprocess.packing import Plan, plan_packed, plan_shared
 
 SEQ_LENGTH = 16_384
 RANKS = 8
@@ -135,6 +138,37 @@ def evaluate(planner: Callable[..., Plan], trace: Trace, samples: int, steps: in
     }
 
 
+def evaluate_shared(prompt: int, answer: int, attempts: int, samples: int, steps: int) -> dict[str, float]:
+    """The same of groups whose prompts have ``prompt`` tokens, within a half on both sides, and answers alike."""
+    rng = np.random.default_rng(0)
+    qualities, shares, seconds = [], [], []
+    for _ in range(steps):
+        prompts = np.repeat(rng.integers(prompt // 2, prompt + prompt // 2 + 1, samples // attempts), attempts)
+        lengths = prompts + rng.integers(answer - answer // 2, answer + answer // 2 + 1, len(prompts))
+        common = np.where(np.arange(len(prompts)) % attempts, prompts, 0)
+        start = time.process_time()
+        plan = plan_shared(lengths.tolist(), prompts.tolist(), np.arange(len(prompts)), common, RANKS, SEQ_LENGTH)
+        seconds.append(time.process_time() - start)
+        answers = lengths - prompts
+        tokens = np.array([[answers[s].sum() + _once(prompts, attempts, s) for s in rank] for rank in plan])
+        assert tokens.max() <= SEQ_LENGTH
+        qualities.append(packing_quality(tokens, int((tokens == 0).sum()), SEQ_LENGTH))
+        shares.append(tokens.sum() / lengths.sum())
+    return {
+        "computed_share": float(np.mean(shares)),
+        "rank_imbalance": np.mean([q.rank_imbalance for q in qualities]),
+        "rank_imbalance_worst": max(q.rank_imbalance for q in qualities),
+        "lockstep": np.mean([q.lockstep for q in qualities]),
+        "micro_batches": np.mean([q.micro_batches for q in qualities]),
+        "plan_cpu_ms": 1000 * np.mean(seconds),
+    }
+
+
+def _once(prompts: np.ndarray, attempts: int, slot: list[int]) -> int:
+    """Tokens of the prompts of a slot, each counted once."""
+    return int(prompts[np.unique(np.array(slot, dtype=np.int64) // attempts) * attempts].sum())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -148,6 +182,13 @@ def main() -> None:
                 rounded = {key: round(float(value), 5) for key, value in values.items()}
                 results.append({"planner": planner_name, "samples": samples, "lengths": name, **rounded})
                 print(json.dumps(results[-1]), flush=True)
+    for samples in (64, 512, 4096):
+        for prompt, answer, attempts in ((45, 23, 8), (512, 32, 8), (300, 1500, 16), (4000, 500, 8), (4000, 2000, 64)):
+            values = evaluate_shared(prompt, answer, attempts, samples, args.steps)
+            rounded = {key: round(float(value), 5) for key, value in values.items()}
+            case = f"{attempts} answers of {answer} to prompts of {prompt}"
+            results.append({"planner": "shared", "samples": samples, "lengths": case, **rounded})
+            print(json.dumps(results[-1]), flush=True)
     if args.json:
         document = {"seq_length": SEQ_LENGTH, "ranks": RANKS, "steps": args.steps, "results": results}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
