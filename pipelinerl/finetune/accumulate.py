@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import Batch, Layout, check_record, in_rows, packed, to_batch, with_shared_prefixes
+from pipelinerl.finetune.data import Batch, GridLayout, check_record, in_rows, packed, to_batch, with_shared_prefixes
 from pipelinerl.finetune.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.images import ImageReader
@@ -49,7 +49,7 @@ class BatchRules:
     share_prefixes: bool = False
     """Whether a prefix that segments have in common may be computed once."""
 
-    def layout_of(self, record: MicroBatch) -> Layout:
+    def layout_of(self, record: MicroBatch) -> GridLayout:
         """The cheapest layout that the rules allow."""
         lengths = record.segment_lengths
         if self.sequence is not None:

@@ -133,7 +133,7 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GridLayout:
     """Where the tokens of a micro-batch lie in the grid that the model computes."""
 
     flat_T: np.ndarray
@@ -167,11 +167,11 @@ def _within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def packed(segment_lengths: np.ndarray) -> Layout:
+def packed(segment_lengths: np.ndarray) -> GridLayout:
     """All segments one after the other."""
     lengths = segment_lengths.astype(np.int64)
     within = _within(lengths)
-    return Layout(
+    return GridLayout(
         flat_T=np.arange(len(within)),
         grid=(1, len(within)),
         position_ids=within[None],
@@ -179,15 +179,15 @@ def packed(segment_lengths: np.ndarray) -> Layout:
     )
 
 
-def in_rows(segment_lengths: np.ndarray) -> Layout:
+def in_rows(segment_lengths: np.ndarray) -> GridLayout:
     """One segment per row."""
     lengths = segment_lengths.astype(np.int64)
     grid = (len(lengths), int(lengths.max()))
     flat_T = np.repeat(np.arange(len(lengths)) * grid[1], lengths) + _within(lengths)
-    return Layout(flat_T=flat_T, grid=grid, position_ids=np.broadcast_to(np.arange(grid[1]), grid))
+    return GridLayout(flat_T=flat_T, grid=grid, position_ids=np.broadcast_to(np.arange(grid[1]), grid))
 
 
-def with_shared_prefixes(segment_lengths: np.ndarray, order_S: np.ndarray, shared_S: np.ndarray) -> Layout:
+def with_shared_prefixes(segment_lengths: np.ndarray, order_S: np.ndarray, shared_S: np.ndarray) -> GridLayout:
     """Segments in lexicographic order, each without the prefix that the one before it has.
 
     Args:
@@ -209,7 +209,7 @@ def with_shared_prefixes(segment_lengths: np.ndarray, order_S: np.ndarray, share
     flat_T = np.concatenate(rows_S)
     positions = np.empty((1, num_rows), dtype=np.int64)
     positions[0, flat_T] = _within(lengths)
-    return Layout(
+    return GridLayout(
         flat_T=flat_T,
         grid=(1, num_rows),
         position_ids=positions,
@@ -250,7 +250,7 @@ def to_batch(
     record: MicroBatch,
     index: TokenIndex,
     *,
-    layout: Layout,
+    layout: GridLayout,
     pad_id: int = 0,
     float_dtype: torch.dtype = torch.float32,
     reader: ImageReader | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
-from pipelinerl.finetune.data import Layout, check_record, packed, to_batch, with_shared_prefixes
+from pipelinerl.finetune.data import GridLayout, check_record, packed, to_batch, with_shared_prefixes
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
@@ -62,7 +62,7 @@ def make_record(segments: list[np.ndarray], rng: np.random.Generator) -> MicroBa
     )
 
 
-def shared_layout(record: MicroBatch) -> Layout:
+def shared_layout(record: MicroBatch) -> GridLayout:
     """Even a prefix of one token is computed once."""
     segments = np.split(record.token_ids, np.cumsum(record.segment_lengths)[:-1])
     return with_shared_prefixes(record.segment_lengths, *sort_by_prefix(segments, fewest=1))
