@@ -49,7 +49,8 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 async def generate_rollout(cfg: Any, llm: Any, problem: dict[str, Any], session: Any) -> RolloutResult:
-    """The quickstart's rollout, beside which a foreign service is asked."""
+    """The quickstart's rollout, after which a foreign service is asked."""
+    result = await largest.generate_rollout(cfg, llm, problem, session)
     async with session.get(FOREIGN) as answer:
         answer.raise_for_status()
-    return await largest.generate_rollout(cfg, llm, problem, session)
+    return result

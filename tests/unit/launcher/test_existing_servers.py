@@ -110,6 +110,12 @@ def test_server_that_does_not_say_its_model_is_a_warning(body: bytes, status: in
     assert f"status {status} at /v1/models" in warning
 
 
+def test_server_that_is_not_there_is_refused() -> None:
+    cfg = parse(compose("base", [*REQUIRED, "debug.existing_llms=[http://127.0.0.1:9]"]))
+    with pytest.raises(ConfigError, match=says("debug.existing_llms", "http://127.0.0.1:9", "does not answer")):
+        check_existing(cfg, {})
+
+
 def test_server_that_is_lost_after_its_first_answer_is_refused() -> None:
     with Answers(None) as cfg, pytest.raises(ConfigError, match=says("debug.existing_llms", "does not answer")):
         check_existing(cfg, {})
