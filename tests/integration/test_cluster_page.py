@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.inspect import exporter, status
+from pipelinerl.launcher import preflight
 from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.render.command import main as render
 from pipelinerl.membership.address import parse_address
@@ -126,6 +127,7 @@ def test_launches_pass_a_dry_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "check_domain", lambda container: [])  # each domain's own tests run it
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # without a network, a question to it would wait for its time-out
     code = launch([*arguments, "dry_run=true", f"output_dir={tmp_path / 'run'}"])
     assert (code, "nothing was started" in capsys.readouterr().out) == (0, True)

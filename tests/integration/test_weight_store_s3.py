@@ -34,7 +34,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[str]:
         process.wait()
 
 
-def test_versions_and_differences_go_through_a_bucket(start_model_server: Any, bucket: str) -> None:
+def test_versions_and_differences_go_through_a_bucket(bucket: str, start_model_server: Any) -> None:
+    """The servers end before their bucket: else they would ask it again and again."""
     from tests.store_kit import Trainer, holds, weights
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]

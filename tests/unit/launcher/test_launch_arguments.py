@@ -8,6 +8,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 
 from pipelinerl.config.load import compose
 from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.launcher import preflight
 from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments, main, quoted
 
 
@@ -142,6 +143,7 @@ def test_runs_of_a_sweep_have_a_folder_each_or_are_refused(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "check_domain", lambda container: [])
     swept = ["seed=0,1"] if folder != "a,b" else []
     arguments = ["--config-name=quickstart", "--multirun", f"output_dir={folder}", *swept, "dry_run=true"]
     code = main([*arguments, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
