@@ -1,4 +1,7 @@
-"""A tiny Phi-3 with longrope on real vLLM: its log-probs are the trainer's on both sides of the limit."""
+"""A tiny Phi-3 with longrope on real vLLM: its log-probs are the trainer's on both sides of the limit.
+
+`numerics/test_longrope.py` compares the trainer with vLLM's own module, without a server.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -26,6 +29,8 @@ CONFIG = {
     },
 }
 
+pytestmark = pytest.mark.slow
+
 
 class Served(NamedTuple):
     server: Any
@@ -36,7 +41,7 @@ class Served(NamedTuple):
     """As transformers computes it."""
 
 
-@pytest.fixture(scope="module", params=[1024, pytest.param(ORIGINAL, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1024, ORIGINAL])
 def served(request: Any, serving: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("longrope")
     torch.manual_seed(0)

@@ -127,8 +127,10 @@ async def beside(roles: list[Coroutine[Any, Any, None]], work: Coroutine[Any, An
 
 @pytest.mark.parametrize(
     "seconds",
-    [{"a": 0.3, "b": 0.03, "c": 0.1}, {"a": 0.03, "b": 0.1, "c": 0.3}],
-    ids=["heaviest-domain-slowest", "lightest-domain-slowest"],
+    [
+        pytest.param({"a": 0.3, "b": 0.03, "c": 0.1}, id="heaviest-domain-slowest"),
+        pytest.param({"a": 0.03, "b": 0.1, "c": 0.3}, id="lightest-domain-slowest", marks=pytest.mark.slow),
+    ],
 )
 async def test_trained_mix_is_within_two_points_of_the_weights_at_every_step(
     seconds: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

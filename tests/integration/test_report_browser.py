@@ -119,8 +119,15 @@ async def test_filters_and_sorting(folder: Path, page: Page) -> None:
     assert all(name.startswith("test-") for name in names)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1280),
+        ("dark", 390),
+        pytest.param("light", 390, marks=pytest.mark.slow),
+        pytest.param("dark", 1280, marks=pytest.mark.slow),
+    ],
+)
 async def test_readable_in_both_themes_and_widths(
     folder: Path, page: Page, pictures: Path, scheme: str, width: int
 ) -> None:

@@ -37,7 +37,9 @@ class Installed(NamedTuple):
     """With which it finds its package."""
 
 
-@pytest.fixture(scope="module", params=["venv", "target", pytest.param("user", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["venv", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("target", "user"))]
+)
 def installed(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel in an environment of its own, or for one user, or in a folder that PYTHONPATH names."""
     place = tmp_path_factory.mktemp(request.param)

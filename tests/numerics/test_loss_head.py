@@ -167,8 +167,15 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return mode.peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy_loss", ["reinforce", "gspo"])
+@pytest.mark.parametrize(
+    ("policy_loss", "dtype"),
+    [
+        ("reinforce", torch.float32),
+        ("gspo", torch.bfloat16),
+        pytest.param("reinforce", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("gspo", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_peak_memory_is_below_a_tenth_of_the_naive_logits(policy_loss: str, dtype: torch.dtype) -> None:
     """At full size, on tensors without contents: every operation is dispatched, none is computed.
 
