@@ -25,6 +25,7 @@ from pipelinerl.records.answers import Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import RolloutResult, TrainingText
 from pipelinerl.streams.codec import Codec
 from pipelinerl.tiny_model import build
+from pipelinerl.tiny_model.__main__ import user_cache
 
 NUM_ROLLOUTS = 24
 Exchange = tuple[list[int], Completion]
@@ -60,7 +61,7 @@ async def recording_proxy(server_url: str, session: aiohttp.ClientSession) -> As
 @pytest.fixture(scope="module")
 def agent_server(tmp_path_factory: pytest.TempPathFactory, serving: Any) -> Any:
     folder = tmp_path_factory.mktemp("agent")
-    model = build(folder / "model", "examples.largest_agent.model.largest_agent", 0)
+    model = build(folder / "model", "examples.largest_agent.model.largest_agent", 0, cache=user_cache() / "models")
     with serving.running(folder, model, overrides=("vllm_config.vllm_kwargs.max_model_len=512",)) as server:
         yield server
 

@@ -152,7 +152,7 @@ async def test_requests_that_wait_or_prefill_during_updates_never_read_older_blo
                 return Codec(Answer).decode(await response.read()).completions[0]
 
         choices: list[Completion] = []
-        version, pending = 21, {asyncio.create_task(one()) for _ in range(200)}
+        version, pending = 21, {asyncio.create_task(one()) for _ in range(100)}
         while len(first_versions(choices)) < 3 or version < 24:
             version += 1
             await asyncio.to_thread(run.update, version)

@@ -119,7 +119,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
     while most < 3:
         with ThreadPoolExecutor(8) as pool:
             futures: list[Future[list[Completion]]] = [
-                pool.submit(generate, url, max_tokens=400, prompt=prompt, n=4) for prompt in prompts
+                pool.submit(generate, url, max_tokens=400, prompt=prompt, n=2) for prompt in prompts
             ]
             for _ in range(50):
                 if all(future.done() for future in futures):
@@ -129,7 +129,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
                 trainer.send(sender, version)
                 time.sleep(0.1)  # spacing of the updates, not synchronisation
             results = [(prompt, choice) for prompt, f in zip(prompts, futures, strict=True) for choice in f.result()]
-        assert len(results) == 32
+        assert len(results) == 16
         assert all(choice.finish_reason == "length" and len(choice.token_ids) == 400 for _, choice in results)
         assert max(error_of(trainer, choice, prompt) for prompt, choice in results) <= TOLERANCE
         most = max(len(versions_of(choice)) for _, choice in results)

@@ -48,16 +48,17 @@ def test_sigterm_during_the_start_ends_with_zero_and_no_orphan(
 def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_leaves_no_engine(
     tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
-    """The first one is asked for vLLM's own metrics, too, and has them before it dies."""
+    """The first one is asked for vLLM's own metrics, too, and has them before it dies. The second one has no time."""
     wanted = ("+vllm_config.vllm_kwargs.disable_log_stats=false",)
     with serving.own_cores() as cores:
         for victim in ("engine", "front"):
             run_dir = tmp_path / victim
             overrides = wanted if victim == "engine" else ()
             server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2, cores, overrides=overrides))
-            serving.wait_until_up(server)
             if victim == "engine":
+                serving.wait_until_up(server)
                 check_metrics(server)
+            serving.wait_for(lambda server=server: engine_of(server) is not None, 200, server.log)
             engine = engine_of(server)
             assert engine is not None
             os.kill(engine.pid if victim == "engine" else server.process.pid, signal.SIGKILL)

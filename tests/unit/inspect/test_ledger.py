@@ -135,7 +135,7 @@ def test_flipped_bit_in_any_record_is_told_and_is_no_violation(tmp_path, monkeyp
     assert show(run, as_json=False) == 0
     path = run / "streams" / topic / "0" / "0" / f"{0:020d}.log"
     content = path.read_bytes()
-    for place in (0.1, *range(1, 12)):
+    for place in (0.1, *range(1, 12, 2)):
         damaged = bytearray(content)
         damaged[max(len(MAGIC), int(len(content) * place / 12))] ^= 1
         path.write_bytes(damaged)

@@ -70,7 +70,7 @@ def slow_servers(draw: st.DrawFn) -> tuple[int, int, dict[int, tuple[str, int]]]
     return servers, draw(st.sampled_from([16, 24, 48])), {place: draw(what) for place in places}
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(case=slow_servers())
 @example(case=(8, 16, {0: ("uplink", 10)}))
 @example(case=(8, 16, {7: ("uplink", 10)}))
