@@ -1,12 +1,15 @@
 """From Hydra's composition to the typed configuration: what is refused, and in which words."""
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.load import (
+    _read_container,
     compose,
     config_keys,
     is_free_form,
@@ -152,6 +155,30 @@ def test_extra_keys_are_the_domains_own_and_others_are_refused() -> None:
 def test_extra_keys_name_keys_that_are_there_and_not_the_projects(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=says("`extra_keys`", repr(key), said)):
         with_own_keys(["sandbox_timeout", "actor.agent_max_loops", key])
+
+
+YAML = """
+numbers: [1e-5, 1.0e-5, .5, 1_000, 0o17, 017, 1:30, .inf, -3]
+words: [on, yes, "yes", ~, null, 2026-11-28, 1.2.3, '007', 5:30:00.5]
+nested: {1: {a: []}, true: {}}
+text: |
+  two
+  lines
+"""
+
+
+@pytest.mark.parametrize("reference", ["", "again: ${text}\n"])
+def test_run_folder_is_read_as_omegaconf_reads_it(reference: str, tmp_path: Path) -> None:
+    """With a reference OmegaConf itself does."""
+    (tmp_path / "config.yaml").write_text(YAML + reference)
+    expected = OmegaConf.to_container(OmegaConf.create(YAML + reference), resolve=True)
+    assert repr(_read_container(tmp_path / "config.yaml")) == repr(expected)
+
+
+def test_key_that_is_twice_in_a_run_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1\na: 2\n")
+    with pytest.raises(yaml.YAMLError, match="duplicate key a"):
+        _read_container(tmp_path / "config.yaml")
 
 
 def test_load_run_reads_back_what_was_written(tmp_path) -> None:
