@@ -123,7 +123,7 @@ def test_context_that_ends_most_answers_is_named_with_its_length(full: int, foun
         )
         for n in range(1024)
     ]
-    cfg = config("vllm_config.vllm_kwargs.max_model_len=24")
+    cfg = config("+vllm_config.vllm_kwargs.max-model-len=24")
     named = [cause for cause in causes(evidence(cfg=cfg, attempts=attempts)) if cause.title == "full context"]
     assert [cause.title for cause in named] == found
     for cause in named:
