@@ -88,7 +88,7 @@ ROLLOUTS = (
     moved("rewards.buffer_tokens", "preprocess.overlong_buffer_tokens", "the same soft penalty, for every domain"),
 )
 SERVERS = (
-    missing("vllm_config.quantization", "set `vllm_config.vllm_kwargs.quantization`; weight updates are not quantised"),
+    missing("vllm_config.quantization", "remove it: weight updates are not quantized"),
     moved(
         "vllm_config.vllm_kwargs.enable-prefix-caching",
         "vllm_config.prefix_caching",

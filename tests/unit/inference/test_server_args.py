@@ -258,6 +258,11 @@ def test_vllms_own_metrics_are_off_until_they_are_wanted() -> None:
         ),
         ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", says("scheduler-cls", "exact")),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", says("data-parallel-size", "more servers")),
+        ("+vllm_config.vllm_kwargs.data_parallel_backend=ray", says("data-parallel-backend", "more servers")),
+        ("+vllm_config.vllm_kwargs.quantization=fp8", says("quantization", "fp8", "whole", "not compared")),
+        ("+vllm_config.vllm_kwargs.spec_model=m", says("spec-model", "never updated")),
+        ("+vllm_config.vllm_kwargs.speculative-config={method: ngram}", says("ngram", "wrong log-probability")),
+        ("+vllm_config.vllm_kwargs.enable-sleep-mode=true", says("enable-sleep-mode", "takes no weights")),
         (
             "+vllm_config.vllm_kwargs.max-model-len=5",
             says("max_model_len=10000", "max-model-len=5", "set max_model_len"),
@@ -270,9 +275,11 @@ def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: 
         vllm_arguments(config(override), world(), POLICY)
 
 
-@pytest.mark.parametrize("override", ["+vllm_config.vllm_kwargs.logprobs-mode=processed_logprobs"])
-def test_what_the_run_sets_anyway_may_be_repeated(override: str) -> None:
-    assert vllm_arguments(config(override), world(), POLICY) == vllm_arguments(config(), world(), POLICY)
+def test_what_the_run_sets_anyway_may_be_repeated() -> None:
+    repeated = config("+vllm_config.vllm_kwargs.logprobs-mode=processed_logprobs")
+    assert vllm_arguments(repeated, world(), POLICY) == vllm_arguments(config(), world(), POLICY)
+    nothing = config("+vllm_config.vllm_kwargs.quantization=null")
+    assert vllm_arguments(nothing, world(), POLICY) == vllm_arguments(config(), world(), POLICY)
 
 
 def test_servers_of_the_reference_and_of_teachers_take_turns() -> None:
