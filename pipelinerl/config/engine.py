@@ -18,6 +18,8 @@ from pipelinerl.errors import ConfigError
 
 ADAMW = "adamw"
 """The built-in optimizer, the only one that DeepSpeed shards."""
+MUON = "muon"
+"""Muon for the layers' matrices, which must be whole on every rank, and AdamW for the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ def _check_deepspeed(config: Config) -> str | None:
 def _check_sharded(config: Config) -> str | None:
     if config.finetune.compile and (config.finetune.expert_ranks or 1) > 1:
         return "`finetune.compile` is true, but with `finetune.expert_ranks` layers are not compiled: set it to false"
+    if config.finetune.optimizer.name == MUON:
+        return "`finetune.optimizer.name` is muon, whose steps need whole matrices: set `finetune.engine` to ddp"
     return None
 
 

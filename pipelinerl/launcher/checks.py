@@ -22,7 +22,7 @@ from pipelinerl.chat.families import check_family
 from pipelinerl.config import paths, rules
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
-from pipelinerl.config.engine import ADAMW, engine_of, traits_of
+from pipelinerl.config.engine import ADAMW, MUON, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker
@@ -244,7 +244,7 @@ def optimizer(plan: RunPlan) -> list[str]:
             "finetune.engine=fsdp2 or finetune.engine=ddp"
         )
     package = options.name.partition(".")[0]
-    if find_spec(package) is None:
+    if options.name != MUON and find_spec(package) is None:
         raise ConfigError(f"`finetune.optimizer.name` is {options.name}: {package} is not installed")
     return []
 

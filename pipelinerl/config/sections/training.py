@@ -87,8 +87,9 @@ class OptimizerSection(Section):
 
     name: str = key(
         "adamw",
-        "`adamw` (torch's, fused where it can be). Or the dotted name of a class: of torch (`torch.optim.SGD`), of "
-        "bitsandbytes or torchao, which you install (`bitsandbytes.optim.AdamW8bit`), or of yours. Not with DeepSpeed",
+        "`adamw` (torch's, fused where it can be). `muon` (torch's) for the layers' matrices and AdamW for the rest, "
+        "with `ddp` alone. Or the dotted name of a class: of torch (`torch.optim.SGD`), of bitsandbytes or torchao, "
+        "which you install (`bitsandbytes.optim.AdamW8bit`), or of yours. Not with DeepSpeed",
     )
     kwargs: dict[str, Any] = key({}, "further arguments of a class, e.g. `{momentum: 0.9}`")
     betas: tuple[float, float] = key([0.9, 0.999], "decay rates of the moments, both in [0, 1)")

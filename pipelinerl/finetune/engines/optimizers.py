@@ -1,18 +1,19 @@
-"""Optimizers by name: the built-in AdamW, or a class of torch, bitsandbytes, torchao or the user's.
+"""Optimizers by name: the built-in AdamW and Muon, or a class of torch, bitsandbytes, torchao or the user's.
 
 Every state of another optimizer is saved and loaded as it is, so its class may keep states of any shape and data type.
 All of them must exist before a checkpoint is read. `make_states` makes them by a step of size 0 on gradients of 0.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.config.engine import ADAMW
+from pipelinerl.config.engine import ADAMW, MUON
 from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import adamw, create_moments, parameter_groups
@@ -34,7 +35,7 @@ def make_optimizer(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.
         optimizer: torch.optim.Optimizer = adamw(policy, finetune)
         create_moments(optimizer, trained)
         return optimizer
-    make = optimizer_class(options.name)
+    make = MuonAndAdamW.of(policy) if options.name == MUON else optimizer_class(options.name)
     known = inspect.signature(make).parameters
     if options.weight_decay and "weight_decay" not in known:
         raise ConfigError(f"`finetune.optimizer.name` is {options.name}: it has no weight decay; set that to 0")
@@ -53,6 +54,55 @@ def make_optimizer(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.
             f"`finetune.optimizer.kwargs`: {' '.join(str(error).split())}"
         ) from error
     return optimizer
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) for the matrices of the layers, AdamW for embeddings, head, experts and vectors.
+
+    Both are torch's. Muon's steps are scaled to the size of AdamW's (arXiv:2502.16982, §2.2), so that one learning rate
+    serves both.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        others: Collection[Tensor] = (),
+        **muon: Any,
+    ):
+        """``others``: parameters that are no layer's matrices. ``muon``: further options of ``torch.optim.Muon``."""
+        left = {id(parameter) for parameter in others}
+        matrices: list[dict[str, Any]] = []
+        rest: list[dict[str, Any]] = []
+        for group in groups:
+            is_matrix = [parameter.ndim == 2 and id(parameter) not in left for parameter in group["params"]]
+            for part, wanted in ((matrices, True), (rest, False)):
+                chosen = [p for p, found in zip(group["params"], is_matrix, strict=True) if found == wanted]
+                part += [{**group, "params": chosen}] if chosen else []
+        made = (
+            (matrices, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", **muon}),
+            (rest, torch.optim.AdamW, {"betas": betas, "eps": eps}),
+        )
+        self._parts = [make(part, lr=lr, weight_decay=weight_decay, **more) for part, make, more in made if part]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    @classmethod
+    def of(cls, policy: Any) -> Callable[..., "MuonAndAdamW"]:
+        lm = policy.lm
+        ends = [lm.get_input_embeddings(), lm.get_output_embeddings(), policy.value_head]
+        others = [parameter for end in ends if end is not None for parameter in end.parameters()]
+        return partial(cls, others=others)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for part in self._parts:
+            part.step()
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:

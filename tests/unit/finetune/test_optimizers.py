@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from pipelinerl.config.engine import traits_of
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -58,8 +59,37 @@ def test_class_of_torch_makes_its_own_steps() -> None:
     assert equal(parameters(ours), [parameter.detach() for parameter in reference])
 
 
+def test_muon_steps_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    ours = engine("muon", "+finetune.optimizer.kwargs.momentum=0.8", "finetune.optimizer.betas=[0.8,0.9]")
+    names = [name for name, _ in ours.policy.named_parameters()]
+    reference = [torch.nn.Parameter(values) for values in parameters(ours)]
+    is_matrix = [".layers." in name and p.ndim == 2 for name, p in zip(names, reference, strict=True)]
+    assert 0 < sum(is_matrix) < len(names)
+    matrices = [p for p, is_one in zip(reference, is_matrix, strict=True) if is_one]
+    rest = [p for p, is_one in zip(reference, is_matrix, strict=True) if not is_one]
+    theirs = (
+        torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, betas=(0.8, 0.9), weight_decay=0.0),
+    )
+    for seed, rate in enumerate((1e-2, 1e-3)):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in reference:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in theirs:
+            set_rate(optimizer, rate)
+            optimizer.step()
+        step(ours, seed, rate)
+    assert equal(parameters(ours), [parameter.detach() for parameter in reference])
+
+
+def test_muon_is_refused_where_matrices_are_sharded() -> None:
+    refusal = traits_of("fsdp2").check(config("finetune.optimizer.name=muon"))
+    assert refusal == "`finetune.optimizer.name` is muon, whose steps need whole matrices: set `finetune.engine` to ddp"
+
+
 NAMES = [
     ("adamw", ()),
+    ("muon", ()),
     ("torch.optim.SGD", ("+finetune.optimizer.kwargs.momentum=0.9",)),
     ("torch.optim.Adafactor", ()),
     ("torch.optim.NAdam", ()),
