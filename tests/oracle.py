@@ -70,6 +70,7 @@ def corrected(ratios: Sequence[float], rl: Any) -> list[Corrected]:
         weight = whole if by_sequence and not by_token else ratio
         is_kept = not (
             (rl.token_mis and ratio > rl.token_mis)
+            or (rl.token_mis_low and ratio < rl.token_mis_low)
             or (rl.sequence_mis and whole > rl.sequence_mis)
             or (rl.veto and min(ratios) < rl.veto)
         )

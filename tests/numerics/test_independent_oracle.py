@@ -68,7 +68,14 @@ LOSSES = {
 ADVANTAGES = ["loo", "group_mean", "group_std", "batch_std", "value"]
 AGGREGATIONS = ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"]
 TRUNCATIONS = [["token_tis=1.5"], ["sequence_tis=2"], ["token_tis=1.5", "sequence_mis=3"]]
-MASKS = [[], ["token_mis=1.5"], ["sequence_mis=3"], ["veto=0.4"], ["token_mis=2", "sequence_mis=3", "veto=0.3"]]
+MASKS = [
+    [],
+    ["token_mis=1.5"],
+    ["token_mis=1.5", "token_mis_low=0.7"],
+    ["sequence_mis=3"],
+    ["veto=0.4"],
+    ["token_mis=2", "sequence_mis=3", "veto=0.3"],
+]
 MODES = ["rollout", "texts", "steps"]
 NUM_PAIRS = len(LOSSES) * len(ADVANTAGES)
 

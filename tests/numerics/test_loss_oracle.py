@@ -27,6 +27,7 @@ CORRECTIONS = {
     "token_tis": {"token_tis": 1.2},
     "sequence_tis": {"sequence_tis": 1.5},
     "token_mis": {"token_mis": 1.3},
+    "token_mis both sides": {"token_mis": 1.3, "token_mis_low": 0.8},
     "sequence_mis": {"sequence_mis": 2.0},
     "veto": {"veto": 0.55},
     "token_tis+veto": {"token_tis": 1.2, "veto": 0.55},
@@ -130,6 +131,7 @@ def mask(settings: dict[str, float], base: list[float], log_mu: list[float], t: 
     ratios = [math.exp(p - m) for p, m in zip(base, log_mu, strict=True)]
     dropped = (
         ratios[t] > settings.get("token_mis", math.inf)
+        or ratios[t] < settings.get("token_mis_low", 0.0)
         or math.prod(ratios) > settings.get("sequence_mis", math.inf)
         or min(ratios) < settings.get("veto", 0.0)
     )

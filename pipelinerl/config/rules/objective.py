@@ -71,6 +71,16 @@ def ratio_clamp_is_not_replaced(config: Config) -> str | None:
     return f"{changed} has no effect: a mask (token_mis, sequence_mis) takes the place of the clamp; remove one"
 
 
+def lower_mask_has_an_upper_one(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if rl.token_mis_low is None or (rl.token_mis is not None and rl.token_mis >= 1):
+        return None
+    return (
+        f"`finetune.rl.token_mis_low` is {rl.token_mis_low:g} and `finetune.rl.token_mis` {rl.token_mis}: the mask "
+        "keeps ratios between both; set the second to 1 or more (5 is usual), or the first to null"
+    )
+
+
 def ratio_is_counted_once(config: Config) -> str | None:
     rl = config.finetune.rl
     loss, known = rl.policy_loss, POLICY_LOSSES.get(rl.policy_loss)
@@ -285,6 +295,7 @@ RULES = (
     loss_keys_are_used,
     dual_clip_is_beyond_the_clip,
     ratio_clamp_is_not_replaced,
+    lower_mask_has_an_upper_one,
     ratio_is_counted_once,
     proximal_policy_is_used,
     block_of_steps_can_be_there,

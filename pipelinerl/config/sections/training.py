@@ -41,6 +41,9 @@ class RLSection(Section):
     token_tis: PositiveFloat | None = key(None, "correction, bounds the weight at C. Null = off")
     sequence_tis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
     token_mis: PositiveFloat | None = key(None, "correction, drops tokens with ρ beyond C. Null = off")
+    token_mis_low: float | None = key(
+        None, "with `token_mis`: drops tokens with ρ below this, too (IcePop: 0.5 and 5). Null = off", gt=0, lt=1
+    )
     sequence_mis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
     veto: float | None = key(None, "drop a sequence with any ρ below this (1e-4). Null = off", gt=0, lt=1)
     kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference model (§3)")

@@ -21,6 +21,7 @@ class Corrections:
     token_tis: float | None = None
     sequence_tis: float | None = None
     token_mis: float | None = None
+    token_mis_low: float | None = None
     sequence_mis: float | None = None
     veto: float | None = None
 
@@ -75,6 +76,8 @@ def corrected(
         whole_K = segment_sum(log_ratio_K, inputs)[inputs.segments_K]
     if corrections.token_mis is not None:
         kept_K &= log_ratio_K <= math.log(corrections.token_mis)
+    if corrections.token_mis_low is not None:
+        kept_K &= log_ratio_K >= math.log(corrections.token_mis_low)
     if corrections.sequence_mis is not None:
         kept_K &= whole_K <= math.log(corrections.sequence_mis)
     if corrections.veto is not None:

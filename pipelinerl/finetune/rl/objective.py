@@ -40,6 +40,7 @@ class LossSettings:
     token_tis: float | None = None
     sequence_tis: float | None = None
     token_mis: float | None = None
+    token_mis_low: float | None = None
     sequence_mis: float | None = None
     veto: float | None = None
     kl_coef: float = 0.0

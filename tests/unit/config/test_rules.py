@@ -92,6 +92,7 @@ REFUSED = {
     "loss_keys_are_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
     "dual_clip_is_beyond_the_clip": {"finetune__rl__policy_loss": "ppo", "finetune__rl__dual_clip": 1.1},
     "ratio_clamp_is_not_replaced": {"finetune__rl__token_mis": 2.0, "finetune__rl__ratio_clamp": 3.0},
+    "lower_mask_has_an_upper_one": {"finetune__rl__token_mis_low": 0.5},
     "ratio_is_counted_once": {"finetune__rl__policy_loss": "gspo", "finetune__rl__sequence_tis": 2.0},
     "block_of_steps_can_be_there": {"finetune__rl__policy_loss": "ppo", "finetune__rl__proximal_every": 10},
     "proximal_policy_is_used": {"finetune__rl__proximal_every": 1},

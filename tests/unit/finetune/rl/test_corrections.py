@@ -43,6 +43,10 @@ def test_mask_changes_what_it_drops_and_keeps_what_equals_the_bound() -> None:
     check(correct(token_mis=2.0), [0.5, 0.0, 1.5, 2.0, 0.25], [1, 0, 1, 1, 1], [0, 1, 0, 0, 0])
 
 
+def test_mask_with_two_bounds_drops_what_lies_outside_of_them() -> None:
+    check(correct(token_mis=2.0, token_mis_low=0.5), [0.5, 0.0, 1.5, 2.0, 0.0], [1, 0, 1, 1, 0], [0, 1, 0, 0, 1])
+
+
 def test_sequence_bounds_change_whole_sequences() -> None:
     check(correct(sequence_tis=1.5), [1.5, 1.5, 0.75, 0.75, 0.75], [1] * 5, [1, 1, 0, 0, 0])
     check(correct(sequence_mis=1.5), [0.0, 0.0, 0.75, 0.75, 0.75], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0])
