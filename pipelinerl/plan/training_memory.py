@@ -318,7 +318,7 @@ def passing_items(shape: ModelShape, memory: EngineMemory, *, learning: int, cud
     """What comes and goes in the forward and backward passes. ``learning``: number of trained parameters."""
     finetune, precision = memory.cfg.finetune, memory.precision
     tokens = finetune.seq_length // finetune.seq_parallel
-    gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.seq_length - tokens)
+    gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.most_seen - tokens)
     per_token = layer_bytes_per_token(shape, precision, finetune.lora.enabled)
     layer = tokens * per_token + precision.computed * gathered
     kept, again = tokens * precision.stream * shape.hidden, layer

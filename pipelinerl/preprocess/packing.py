@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipelinerl.config.sections.training import MOST_SEEN
+
 Plan = list[list[list[int]]]
 
 LOCKSTEP = 0.9995
@@ -106,23 +108,25 @@ class _Tree:
     """Tokens that each has in common with its predecessor."""
 
     def tokens(self, places: np.ndarray) -> int:
-        """Tokens that the sequences at ascending ``places`` compute together."""
+        """Tokens of a slot that the sequences at ascending ``places`` take: those computed, or `MOST_SEEN` seen."""
         if not len(places):
             return 0
         # Two sequences have in common what all neighbours between them have.
         common = np.minimum.reduceat(self.shared_N[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
         saved = np.minimum(common, self.untrained_N[places[1:]])
-        return int(self.lengths_N[places].sum() - np.sum(saved))
+        seen = int(self.lengths_N[places].sum())
+        return max(seen - int(np.sum(saved)), -(-seen // MOST_SEEN))
 
     def bundles(self, limit: int) -> list[np.ndarray]:
-        """Runs of neighbours with common prefixes, each of at most ``limit`` computed tokens, or a single sequence."""
+        """Runs of neighbours with common prefixes, each of at most ``limit`` tokens, or a single sequence."""
+        lengths = self.lengths_N.tolist()
         adds = (self.lengths_N - np.minimum(self.shared_N, self.untrained_N)).tolist()
-        starts, tokens = [0], int(self.lengths_N[0])
+        starts, tokens, seen = [0], lengths[0], lengths[0]
         for place in range(1, len(adds)):
-            tokens += adds[place]
-            if not self.shared_N[place] or tokens > limit:
+            tokens, seen = tokens + adds[place], seen + lengths[place]
+            if not self.shared_N[place] or tokens > limit or seen > MOST_SEEN * limit:
                 starts.append(place)
-                tokens = int(self.lengths_N[place])
+                tokens = seen = lengths[place]
         return np.split(np.arange(len(adds)), starts[1:])
 
 

@@ -96,7 +96,7 @@ def test_guides_stream_backend_carries_records(guides: Path, tmp_path: Path) -> 
         ("FolderBackend", {}, ["folder_streams.FolderBackend", "folder"]),
         ("Missing", {}, ["folder_streams.Missing"]),
         ("Failing", {}, ["streams.backend", "folder_streams.Failing", "OSError", "no route"]),
-        ("Small", {}, ["streams.backend", "folder_streams.Small", "1000 bytes", "seq_length`=63", 1008]),
+        ("Small", {}, ["streams.backend", "folder_streams.Small", "8000 bytes", "seq_length`=63", 8064]),
         ("Enough", {}, None),
     ],
 )
@@ -110,8 +110,8 @@ def test_stream_backend_of_a_user_is_tried_before_the_start(
 
     classes = {
         "Failing": {"__init__": no_route},
-        "Small": {"__init__": lambda self: None, "max_record_bytes": 1000},
-        "Enough": {"__init__": lambda self: None, "max_record_bytes": 1008},
+        "Small": {"__init__": lambda self: None, "max_record_bytes": 8000},
+        "Enough": {"__init__": lambda self: None, "max_record_bytes": 8064},
     }
     for name, attributes in classes.items():
         made = type(name, (folder_streams.FolderBackend,), attributes)

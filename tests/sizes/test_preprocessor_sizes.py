@@ -105,7 +105,7 @@ def test_group_larger_than_a_record_may_be_is_refused_with_its_size_and_the_key(
 
 
 def test_micro_batch_that_no_record_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    message = r"`streams\.max_record_mb` is 1 but .*`finetune\.seq_length`=70000 tokens takes 1\.1 MB"
+    message = r"`streams\.max_record_mb` is 1 but .*`finetune\.seq_length`=70000 tokens takes 8\.5 MB"
     context = preprocessor_context(tmp_path, "finetune.seq_length=70000", "streams.max_record_mb=1")
     with pytest.raises(ConfigError, match=message):
         check_rules(context.cfg)

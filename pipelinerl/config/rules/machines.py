@@ -29,7 +29,7 @@ def ray_shares_no_device(config: Config) -> str | None:
 
 def micro_batch_bytes(config: Config) -> int:
     """Ids, log-probabilities, advantages and reference log-probabilities take 16 bytes of a token."""
-    return config.finetune.seq_length * 16
+    return config.finetune.most_seen * 16
 
 
 def micro_batch_fits_record(config: Config) -> str | None:

@@ -100,6 +100,11 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = key(0.0, "decay of matrices")
 
 
+MOST_SEEN = 8
+"""A micro-batch has at most this many times ``seq_length`` tokens, a common prefix counted in every sequence."""
+# Attention copies the keys of a prefix for every sequence, and records repeat its tokens.
+
+
 class FinetuneSection(Section):
     """The trainer."""
 
@@ -114,9 +119,9 @@ class FinetuneSection(Section):
     share_prefixes: Literal["auto", "off"] = key(
         "auto",
         "compute once what sequences of a micro-batch have in common: the prompt of a problem's attempts, the history "
-        "of an agent's turns. `seq_length` then bounds the computed tokens. Auto = where documents are packed, but not "
-        "with `seq_parallel`, `router_replay`, `attn_implementation`, adapters' dropout, or for sequences with images. "
-        "Off = compute every sequence whole",
+        "of an agent's turns. `seq_length` then bounds the computed tokens, and 8 × `seq_length` all, whose keys take "
+        "memory. Auto = where documents are packed, but not with `seq_parallel`, `router_replay`, "
+        "`attn_implementation`, adapters' dropout, or for sequences with images. Off = compute every sequence whole",
         may_change=True,
     )
     seq_parallel: PositiveInt = key(
@@ -246,3 +251,8 @@ class FinetuneSection(Section):
             "lora.dropout": self.lora.dropout > 0,
         }
         return next((f"finetune.{key}" for key, holds in reasons.items() if holds), None)
+
+    @property
+    def most_seen(self) -> int:
+        """Largest number of tokens of a packed micro-batch, a common prefix counted in every sequence."""
+        return self.seq_length * (MOST_SEEN if self.recomputed_for is None else 1)

@@ -428,6 +428,16 @@ def test_selective_checkpointing_keeps_products_by_hand():
     assert kept.num_bytes == 2 * cfg.finetune.seq_length * (2 * 8 + 160)
 
 
+def test_shared_prefixes_repeat_their_keys_in_every_layer():
+    """2 layers whose 2 key heads of 2 have keys and values in bfloat16: 16 bytes for each of 7 × seq_length tokens."""
+    shape = shape_from_config(TINY)
+    kept = {}
+    for share in ("auto", "off"):
+        cfg = make_config("finetune.gradient_checkpointing=false", f"finetune.share_prefixes={share}")
+        kept[share] = passing_items(shape, engine("fsdp2", cfg), learning=1992, cuda=True)[0].num_bytes
+    assert kept["auto"] - kept["off"] == 2 * 16 * 7 * cfg.finetune.seq_length
+
+
 def test_offloaded_states_are_the_host_s():
     """7B in float32 on 8 ranks: on the GPU only the gradient until it is whole, and shards on their way."""
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]

@@ -198,6 +198,12 @@ def test_plan_shared_counts_tokens_that_are_trained_twice():
     assert sorted(len(slot) for slot in plan[0]) == [3, 3]
 
 
+def test_plan_shared_repeats_a_prefix_only_so_often():
+    """Equal sequences compute 10 tokens in all, and a micro-batch of 30 sees at most 8 × 30 = 24 × 10."""
+    assert [len(rank) for rank in plan_sequences([[1] * 10] * 24, 1, 30)] == [1]
+    assert sorted(len(slot) for slot in plan_sequences([[1] * 10] * 25, 1, 30)[0]) == [12, 13]
+
+
 def test_plan_shared_without_common_prefixes_is_plan_packed():
     lengths = np.random.default_rng(0).integers(1, 50, 200).tolist()
     sequences = [[i] * length for i, length in enumerate(lengths)]
