@@ -4,7 +4,10 @@ from pipelinerl.membership.role import RoleContext, importing, run_role
 
 
 def main(ctx: RoleContext) -> None:
+    from pipelinerl.config.private_names import require_private_names
+
     with importing():
+        require_private_names("trainer")
         from pipelinerl.finetune.loop import run
 
     ctx.wait_for_model()

@@ -10,6 +10,7 @@ from pipelinerl.membership.role import RoleContext, importing, run_role
 def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.config.paths import weight_store
+    from pipelinerl.config.private_names import require_private_names
     from pipelinerl.inference.args import averaging, first_rollouts, score_temperature, vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
     from pipelinerl.world.disk import plain_path
@@ -19,6 +20,7 @@ def main(context: RoleContext) -> None:
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
     with importing():
+        require_private_names("server")
         from pipelinerl.inference.answers import require_sampling_parameters
         from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve

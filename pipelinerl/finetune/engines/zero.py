@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelinerl.config.engine import TRAITS, deepspeed_file
+from pipelinerl.config.private_names import require_private_names
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.base import (
@@ -156,6 +157,7 @@ def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config, device: torc
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin
 
+    require_private_names("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     empty, dtype = is_empty(policy), DTYPES[cfg.finetune.dtype]
     if empty and settings["zero_optimization"]["stage"] == 3:

@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.private_names import require_private_names
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.base_files import base_digest
 from pipelinerl.weights.layout import Layout
@@ -64,6 +65,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        require_private_names("worker")
         manager = getattr(model, "lora_manager", None)
         self._slots = None if manager is None else AdapterSlots(manager)
         """The places of the adapter, where updates bring an adapter instead of the model's weights."""
