@@ -85,6 +85,7 @@ class Outputs:
         metrics |= {
             TrainerMetric.PAUSE_MS: stats.pause_ms,
             TrainerMetric.TRANSFER_MS: stats.transfer_ms,
+            **{TrainerMetric.NCCL_GROUPS_FAILED.of(interface=name): n for name, n in stats.failed_groups.items()},
         }
         if stats.version >= 0:  # some server has had weights
             metrics[TrainerMetric.LIVE_VERSION] = float(stats.version)

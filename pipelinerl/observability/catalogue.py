@@ -291,6 +291,12 @@ class TrainerMetric(Metric):
     )
     PAUSE_MS = "pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"
     TRANSFER_MS = "transfer_ms", "ms", "transfer of the newest weight update, while the server decodes"
+    NCCL_GROUPS_FAILED = (
+        "nccl_groups_failed/{interface}",
+        "groups",
+        "of weights.backend=nccl that did not form or broke since the process began: their bytes came over TCP through "
+        "this interface, and they are tried again",
+    )
     LIVE_VERSION = "live_version", "version", "of the weights that the servers hold"
 
 

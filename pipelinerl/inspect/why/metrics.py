@@ -126,6 +126,17 @@ def stalled_version(run: Evidence) -> Iterable[Finding]:
         yield Finding(Level.DELIVERY, "stalled version", text, fix, STATUS, step=version)
 
 
+def failed_groups(run: Evidence) -> Iterable[Finding]:
+    """Weights came over TCP in place of NCCL."""
+    for interface, (steps, counts) in run.series.parts(TrainerMetric.NCCL_GROUPS_FAILED).items():
+        text = f"{max(counts):.0f} NCCL group(s) failed: their weights came over TCP through {interface}"
+        fix = (
+            "Read event=nccl_group_failed in finetune_0/log.txt, and the servers' logs with "
+            "+vllm_config.env.NCCL_DEBUG=INFO; if NCCL takes another network, set NCCL_SOCKET_IFNAME"
+        )
+        yield Finding(Level.SLOW, "NCCL group failed", text, fix, STATUS, step=steps[0], about=interface)
+
+
 def unreadable_output(run: Evidence) -> Iterable[Finding]:
     """The model's output cannot be read from the first rollout on."""
     command = "pipelinerl rollouts {run} --worst 5"
@@ -379,6 +390,7 @@ METRICS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
     other_weights,
     lost_servers,
     stalled_version,
+    failed_groups,
     unreadable_output,
     blocked_loops,
     forked_conversations,

@@ -5,7 +5,7 @@ A `WeightUpdateSuccess` holds the complete state, so a listener needs only the n
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipelinerl.errors import ServersExpelledError
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, ProbePassed, WeightUpdateSuccess
@@ -26,6 +26,8 @@ class PushStats:
     """Mean over these servers."""
     transfer_ms: float = 0.0
     """Time from the update's start until the slowest of them served it."""
+    failed_groups: Mapping[str, int] = field(default_factory=dict)
+    """NCCL groups that failed, by the interface through which their bytes came over TCP instead."""
 
 
 class Announcements:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pipelinerl.errors import WeightUpdateError
@@ -16,6 +16,7 @@ from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.servers import FailedPullError, ServerClient, ServerPool, UpdateOutcome
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
+from pipelinerl.world.network import interface_of
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,11 @@ class Delivery(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+    @property
+    def failed_groups(self) -> Mapping[str, int]:
+        """NCCL groups that failed, by the interface through which their bytes came over TCP instead."""
+        ...
 
 
 class Pushing:
@@ -65,6 +71,12 @@ class Pushing:
 
     def missed(self) -> None:
         """Does nothing: a member out of service is sent the whole version anyway."""
+
+    @property
+    def failed_groups(self) -> Mapping[str, int]:
+        if self._groups is None or not self._groups.failed:
+            return {}
+        return {interface_of(host := self._ranks.addresses[0].host) or host: self._groups.failed}
 
     async def close(self) -> None:
         """Ends the NCCL groups. Updates end with their members."""

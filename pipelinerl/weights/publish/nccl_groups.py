@@ -124,15 +124,19 @@ class NcclGroups:
     sender: str
     secret: str
     stall_s: float
+    failed: int = 0
+    """Groups that did not form, or broke although their members are still there."""
     _held: dict[GroupPlan, list[Connection]] = field(default_factory=dict)
     _failures: dict[GroupPlan, _Failure] = field(default_factory=dict)
     _made: int = 0
 
     def bring(self, wanted: Sequence[GroupPlan]) -> None:
         """Forms the groups that are missing, and ends those that broke or are in the way. Takes at most ``stall_s``."""
+        there = {member for plan in wanted for member in plan.members}
         for plan, connections in list(self._held.items()):
             if any(connection.is_hung_up for connection in connections):
                 log.warning("event=nccl_group_ended members=%d reason=a member has left", len(connections))
+                self.failed += set(plan.members) <= there  # others left because their server has
                 self._end(plan)
         stay = kept(self._held, wanted)
         for plan in set(self._held) - stay:
@@ -144,7 +148,7 @@ class NcclGroups:
             if left_s <= 0:
                 return
             with ThreadPoolExecutor(len(plans), thread_name_prefix="nccl-group") as pool:
-                list(pool.map(lambda plan, left_s=left_s: self._form(plan, left_s), plans))
+                self.failed += [*pool.map(lambda plan, left_s=left_s: self._form(plan, left_s), plans)].count(False)
 
     def close(self) -> None:
         for plan in list(self._held):
@@ -157,8 +161,8 @@ class NcclGroups:
         failure.skipped += 1
         return failure.skipped > min(2 ** (failure.count - 1), MOST_SKIPPED)
 
-    def _form(self, plan: GroupPlan, timeout_s: float) -> None:
-        """Has all members join, each in its own thread, or none."""
+    def _form(self, plan: GroupPlan, timeout_s: float) -> bool:
+        """Has all members join, each in its own thread, or none. Returns whether they did."""
         began, members, connections = time.monotonic(), plan.members, list[Connection]()
         try:
             unique_id = self.own.unique_id(timeout_s)
@@ -192,11 +196,12 @@ class NcclGroups:
             failure = self._failures.setdefault(plan, _Failure())
             failure.count, failure.skipped = failure.count + 1, 0
             log.warning("event=nccl_group_failed members=%d failures=%d error=%s", len(members), failure.count, error)
-            return
+            return False
         self._failures.pop(plan, None)
         self._held[plan] = connections
         seconds = time.monotonic() - began
         log.info("event=nccl_group_formed sources=%d pullers=%d s=%.2f", len(plan.sources), len(plan.pullers), seconds)
+        return True
 
     def _end(self, plan: GroupPlan) -> None:
         """Returns when all members have left, because their memory is wanted for other groups."""

@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class WeightSender:
     @property
     def stats(self) -> PushStats:
         """The live version and the cost of its update."""
-        return self._announcements.stats
+        return replace(self._announcements.stats, failed_groups=self._delivery.failed_groups)
 
     @property
     def is_busy(self) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar
 
@@ -61,6 +61,10 @@ class Publishing:
 
     def missed(self) -> None:
         self._is_missed = True
+
+    @property
+    def failed_groups(self) -> Mapping[str, int]:
+        return {}
 
     async def close(self) -> None:
         """Stops waiting for the version that is being published."""

@@ -107,6 +107,12 @@ def test_reward_hack_is_what_success_does_not_explain(
     assert sum(bool(list(reward_without_success(evidence(actor=run)))) for run in runs) == hacked
 
 
+def test_nccl_group_that_failed_is_an_alarm_with_the_interface() -> None:
+    (alarm,) = found(finetune=[*GOOD["finetune"][:-1], GOOD["finetune"][-1] | {"nccl_groups_failed/eth1": 2.0}])
+    assert (alarm.title, alarm.step, alarm.about) == ("NCCL group failed", N - 1, "eth1")
+    assert "2 NCCL group(s) failed: their weights came over TCP through eth1" in alarm.evidence
+
+
 def test_entropy_collapse_is_what_success_does_not_explain() -> None:
     """Success of 0.2, then 0.4 explains a fall of the entropy from 1 to 0.75, and a third of that is 0.25."""
     success = [0.2] * 20 + [0.4] * 20

@@ -216,9 +216,12 @@ def test_group_that_does_not_form_is_given_up_and_the_update_comes_over_tcp(monk
     with running(monkeypatch, network, servers=2, tp=1, ranks=2, stall_s=1.0) as run:
         assert run.push(0) == []
         assert network.num_bytes < 2 * run.rows * COLUMNS
+        assert run.pushing.failed_groups == {"lo": 1}
         network.never_joins = lambda rank, size: False
         for version in range(1, 4):
             assert run.push(version) == []
+        assert network.num_bytes >= 2 * run.rows * COLUMNS, "it was tried again"
+        assert run.pushing.failed_groups == {"lo": 1}
 
 
 def test_transfer_that_does_not_end_breaks_its_group_and_the_update_comes_over_tcp(
@@ -228,12 +231,14 @@ def test_transfer_that_does_not_end_breaks_its_group_and_the_update_comes_over_t
     with running(monkeypatch, network, servers=2, tp=1, ranks=1, stall_s=1.0) as run:
         assert run.push(0) == []
         over_nccl = network.num_bytes
+        assert run.pushing.failed_groups == {}
         network.loses = True
         assert run.push(1) == []
         assert network.num_bytes == over_nccl
         network.loses = False
         assert run.push(2) == []
         assert network.num_bytes == 2 * over_nccl  # formed again
+        assert sum(run.pushing.failed_groups.values()) >= 1
     wait_for(lambda: is_freed(network))
 
 
