@@ -41,7 +41,7 @@ from pipelinerl.launcher.running import say, terminal
 from pipelinerl.launcher.streams_at_start import check_recording
 from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
-from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
+from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
@@ -53,8 +53,6 @@ from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 from pipelinerl.world.proxies import check_proxy
 
-CHECKPOINT_BYTES_PER_PARAMETER = 14
-"""float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
 NEARLY_FULL = 0.95
 """Measured peaks are 0.95 to 1.02 of the plan (docs/testing.md)."""
 SPARE_BYTES = 256 * 2**20
@@ -312,7 +310,7 @@ def disk(plan: RunPlan) -> list[str]:
     folder = existing_part(plan.path)
     free = shutil.disk_usage(folder).free
     shape = find_model_shape(plan.config.model_path)
-    one = (shape.parameters if shape else 0) * CHECKPOINT_BYTES_PER_PARAMETER
+    one = checkpoint_bytes(plan.config, shape) if shape else 0
     kept = one * (plan.config.finetune.keep_checkpoints + 1)
     if free < one + SPARE_BYTES:
         raise ConfigError(

@@ -171,8 +171,14 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
 
 def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
     """Return the pinned host memory of a trainer node while a checkpoint is written, with the exported model."""
-    version = shape.parameters * _sent_element(cfg)
-    return snapshot_bytes(cfg, shape, nodes) + (12 * shape.parameters + version) // nodes
+    return snapshot_bytes(cfg, shape, nodes) + checkpoint_bytes(cfg, shape) // nodes
+
+
+def checkpoint_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Return what a checkpoint with the exported model takes: weights and moments of what is trained in float32."""
+    trained = _trained(cfg, shape)
+    states = 12 * (shape.parameters if trained is None else trained)
+    return states + shape.parameters * _sent_element(cfg)
 
 
 def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:

@@ -12,6 +12,7 @@ from pipelinerl.errors import ConfigError, DatasetError, PipelineRLError
 from pipelinerl.launcher import checks, vllm_options
 from pipelinerl.launcher.commands import role_command
 from pipelinerl.launcher.run_plan import Experiment, RunPlan, plan_run
+from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
 from tests.says import says
@@ -59,12 +60,26 @@ def test_disk_has_room_for_a_checkpoint_and_256_mb(free_mb: int, found: str, mon
     """A checkpoint of 2**20 parameters takes 14 MB. The run keeps two, and one is in the making."""
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mb << 20))
     monkeypatch.setattr(checks, "find_model_shape", lambda _: SimpleNamespace(parameters=1 << 20))
-    asked = start("finetune.keep_checkpoints=2")
+    asked = start("finetune.keep_checkpoints=2", "finetune.dtype=bfloat16")
     if found == "refused":
         with pytest.raises(ConfigError, match=says("output_dir", "GiB free")):
             checks.disk(asked)
     else:
         assert bool(checks.disk(asked)) is (found == "warned")
+
+
+@pytest.mark.parametrize(("lora", "room_gb"), [(True, 20), (False, 107)])
+def test_disk_of_a_lora_run_has_room_for_its_adapter_and_the_merged_model(
+    lora: bool, room_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7.6e9 parameters 2 bytes each are exported. 12 bytes are kept of what is trained: of all, or of 40 million."""
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=room_gb * 10**9))
+    monkeypatch.setattr(checks, "find_model_shape", lambda _: PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"])
+    asked = start(f"finetune.lora.enabled={str(lora).lower()}", "finetune.lora.r=16", "finetune.dtype=bfloat16")
+    checks.disk(asked)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(room_gb * 0.75 * 10**9)))
+    with pytest.raises(ConfigError, match=says("output_dir", "GiB free")):
+        checks.disk(asked)
 
 
 def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
