@@ -35,7 +35,8 @@ from pipelinerl.finetune.model import DTYPES
 from pipelinerl.finetune.rl.objective import LossSettings
 
 MICRO_BATCHES = 2
-REQUIRED = ("output_dir=unused", "dataset_loader=a.b", "actor.rollout_policy=a.b")
+REQUIRED = ("output_dir=unused", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.share_prefixes=off")
+"""What every configuration needs, and no prefixes, since the made-up sequences have none in common."""
 PHASE = "phase: "
 
 

@@ -128,6 +128,7 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
             return {"problem": f"the model with random weights was not made: {problem}"}
         tokens = tokens_of(machine)
         overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}", f"finetune.head_chunk_tokens={HEAD_CHUNK}"]
+        overrides += ["finetune.share_prefixes=off"]  # the made-up documents have nothing in common
         job = {"model": str(model), "tokens": tokens, "accelerator": machine.accelerator, "overrides": overrides}
         return trial("trainer_trial", job, limit_s)
 
