@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engine_runs import ENGINES, run_ranks, trainer_imported
-from tests.models import save_qwen2
+from tests.models import make_mixture, save_qwen2, save_with_words
 
 STEPS, HALF = 20, 10
 
@@ -166,3 +166,10 @@ def test_compiled_layers_have_the_losses_of_layers_that_are_not(
     for mine, theirs in zip(ours, runs.metrics("ddp", 1)[:6], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-4)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", slow("zero3")])
+def test_every_engine_multiplies_experts_in_bfloat16(engine: str, tmp_path: Path) -> None:
+    model, out = save_with_words(make_mixture(64), tmp_path / "model"), tmp_path / "out.json"
+    run_ranks(out, 1, engine, model, steps=[0, 1], overrides=["finetune.dtype=bfloat16"])
+    assert out.with_suffix(".experts").read_text() == "torch.bfloat16"

@@ -1,7 +1,7 @@
 """One rank of a trainer without servers: what the processes of the engine tests do.
 
 Trains the synthetic steps `first … last`, resuming from `load` and saving into `save` at `save_at`, and writes the
-metrics of each step (and, at the end, the weights) to `out` on rank 0.
+metrics of each step (and, at the end, the weights and the dtypes of experts' products) to `out` on rank 0.
 """
 
 import json
@@ -58,6 +58,14 @@ def main(job: dict[str, Any]) -> None:
     ]
     cfg = parse(compose("base", overrides))
     engine = make_engine(cfg, device, world_size)
+    multiply, dtypes = torch.nn.functional.grouped_mm, set[str]()
+
+    def grouped_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        product = multiply(*args, **kwargs)
+        dtypes.add(str(product.dtype))
+        return product
+
+    torch.nn.functional.grouped_mm = grouped_mm
     rules = make_rules(engine, cfg)
     proximal = ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps)
     if "load" in job:
@@ -83,5 +91,6 @@ def main(job: dict[str, Any]) -> None:
     weights = {name: tensor.clone() for name, tensor in engine.named_full_parameters()}
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(metrics))
+        Path(job["out"]).with_suffix(".experts").write_text(" ".join(sorted(dtypes)))
         save_file(weights, Path(job["out"]).with_suffix(".safetensors"))
     engine.close()

@@ -4,6 +4,7 @@ bfloat16 is computed by autocast over float32 parameters, so small updates are n
 """
 
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from pipelinerl.finetune.rl.objective import LossSettings
 
 BUCKET_BYTES = 64 * 2**20
 """Large enough to use a link fully, and little beside the model that is copied into it part by part."""
+EXPERT_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+"""Products of all experts at once, which torch's autocast leaves in float32."""
 
 
 class ReplicatedEngine(SteppingEngine):
@@ -34,6 +37,7 @@ class ReplicatedEngine(SteppingEngine):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.dtype = DTYPES[finetune.dtype]
+        _cast_experts(device.type)
         self.make_optimizer(finetune)
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
@@ -68,6 +72,13 @@ class ReplicatedEngine(SteppingEngine):
                 _all_reduce(bucket)
                 bucket, size = [], 0
         _all_reduce(bucket)
+
+
+@cache
+def _cast_experts(device_type: str) -> None:
+    """Has autocast cover the products of experts in this process, as it does those of every other layer."""
+    for product in EXPERT_PRODUCTS:
+        torch.library.register_autocast(product, device_type, torch.bfloat16)
 
 
 def _all_reduce(gradients: list[Tensor]) -> None:
