@@ -31,6 +31,7 @@ from pipelinerl.finetune.engines import Engine, read_ranks
 from pipelinerl.finetune.learning_rate import learning_rate
 from pipelinerl.finetune.model import DTYPES, PolicyOutput
 from pipelinerl.finetune.outputs import Outputs
+from pipelinerl.finetune.profiling import open_profile
 from pipelinerl.finetune.progress import report_progress
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.resume import in_present_streams
@@ -90,6 +91,7 @@ class Trainer:
         connect_rank = partial(connect, ctx, self.engine)
         self.outputs = Outputs(ctx, connect_rank, self.counters) if rank == 0 else None
         self.origin = self.outputs.origin if self.outputs else connect_rank(None)[0]
+        self.profile = open_profile(ctx, rank)
         sender, lease = (self.outputs.sender, self.outputs.lease) if self.outputs else (None, None)
         self.updates = WeightUpdates(
             self.engine, self.cfg, self.origin, sender, lease, ctx.status, ctx.stop.is_set, ctx.run_dir
@@ -129,6 +131,8 @@ class Trainer:
         if records is None:
             return False
         spans.has_data()
+        if self.profile is not None:
+            self.profile.before(step)
         waited = time.perf_counter() - started + self.updates.idle_s
         held_out = [record for record in records if record.is_held_out]
         records = [record for record in records if not record.is_held_out]
@@ -152,6 +156,8 @@ class Trainer:
             records[0], self.feed.resume_offsets(), self.feed.instance_of(step), left_of
         )
         push_wait_s = self.updates.after_step(step + 1, self._has_data)
+        if self.profile is not None:
+            self.profile.after(step)
         metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: push_wait_s}
         if held_out and self.cfg.is_evaluated(step + 1):
             metrics[TrainerMetric.SFT_TEST_LOSS] = held_out_loss(self.engine, held_out, self.rules)
@@ -170,6 +176,8 @@ class Trainer:
             self.outputs.training_done(self.counters)
 
     def close(self) -> None:
+        if self.profile is not None:
+            self.profile.close()
         self.saves.close()
         self.feed.close()
         if self.outputs is not None:

@@ -11,7 +11,14 @@ def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.config.paths import weight_store
     from pipelinerl.config.private_names import require_private_names
-    from pipelinerl.inference.args import averaging, first_rollouts, score_temperature, vllm_arguments, vllm_environment
+    from pipelinerl.inference.args import (
+        averaging,
+        first_rollouts,
+        profiling,
+        score_temperature,
+        vllm_arguments,
+        vllm_environment,
+    )
     from pipelinerl.world.cluster import gpu_memory_bytes
     from pipelinerl.world.disk import plain_path
     from pipelinerl.world.tls import server_files
@@ -32,7 +39,8 @@ def main(context: RoleContext) -> None:
         return
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))
-    arguments = tuple(map(plain_path, vllm_arguments(context.cfg, context.world, job, gpu_bytes)))
+    arguments = vllm_arguments(context.cfg, context.world, job, gpu_bytes)
+    arguments = tuple(map(plain_path, arguments + profiling(context.cfg, job, context.run_dir)))
     if job.span is not None and job.span.has_workers_only:
         serve_part(arguments, job.span, context)
         return

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE, checked_variables
+from pipelinerl.config.paths import PROFILES
 from pipelinerl.config.sections import Config, JudgeSection, LoraSection
 from pipelinerl.config.servers import (
     FIRST_ROLLOUTS,
@@ -231,6 +232,22 @@ def averaging(cfg: Config, job: Job, run_dir: Path) -> Averaging | None:
     folder = run_dir.absolute() / job.name / "average"
     # One file more than the trainer keeps checkpoints, because a checkpoint is done later.
     return Averaging(decay, str(folder), finetune.save_checkpoint_steps, finetune.keep_checkpoints + 1)
+
+
+def profiling(cfg: Config, job: Job, run_dir: Path) -> tuple[str, ...]:
+    """Arguments that let the trainer start and stop vLLM's profiler (`finetune.profile_steps`), which costs nothing
+    before. The user's own choice of a profiler wins.
+    """
+    chosen = any(option_of(key) == "profiler-config" for key in cfg.vllm_config.vllm_kwargs)
+    if cfg.finetune.profile_steps is None or job.kind != "actor_llm" or chosen:
+        return ()
+    settings = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(run_dir.absolute() / PROFILES / job.name),
+        "torch_profiler_with_stack": False,  # stacks slow each operation, and make files of gigabytes
+        "ignore_frontend": True,  # a single-process server has one profiler, which its worker takes
+    }
+    return _render("profiler-config", settings)
 
 
 def _side_model(cfg: Config, job: Job) -> SideModel | None:

@@ -50,6 +50,13 @@ def compiled_layers_are_whole(config: Config) -> str | None:
     return None
 
 
+def profiled_steps_are_in_order(config: Config) -> str | None:
+    steps = config.finetune.profile_steps
+    if steps is None or steps[0] <= steps[1]:
+        return None
+    return f"`finetune.profile_steps` is {list(steps)}: the first step must not be after the last; exchange them"
+
+
 def betas_are_rates(config: Config) -> str | None:
     betas = config.finetune.optimizer.betas
     return (
@@ -81,6 +88,7 @@ RULES = (
     sequence_parallel_needs_packing,
     compiled_layers_are_whole,
     betas_are_rates,
+    profiled_steps_are_in_order,
 )
 HINTS = (
     warmup_without_schedule,

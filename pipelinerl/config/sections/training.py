@@ -236,6 +236,12 @@ class FinetuneSection(Section):
         "gathers all experts of a layer",
         may_change=True,
     )
+    profile_steps: tuple[NonNegativeInt, NonNegativeInt] | None = key(
+        None,
+        "first and last optimizer step of Chrome traces in `profiles/`. E.g. `[10, 12]`: what trainer rank 0 and a "
+        "policy server compute in these three steps",
+        may_change=True,
+    )
     lora: LoraSection
     rl: RLSection
 

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipelinerl.config.keys import REQUIRED, declared
+from pipelinerl.config.paths import PROFILES
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_of
 from pipelinerl.inspect.curves import wilson
@@ -152,6 +153,8 @@ def figures(source: RunSource) -> list[tuple[str, str]]:
     if (balance := balance_of(source.series())) is not None:
         rows.append(("the trainer waits for data", f"{balance.trainer_waits.mean:.0%}"))
         rows.append(("server slots that max_lag_steps keeps empty", f"{balance.slots_held.mean:.0%}"))
+    if traces := len(list((source.run_dir / PROFILES).rglob("*.json.gz"))):
+        rows.append((f"profiles, for ui.perfetto.dev, in {PROFILES}/", number(traces, 0)))
     return [(label, value) for label, value in rows if "–" not in value]
 
 

@@ -87,6 +87,7 @@ REFUSED = {
     "overlong_buffer_fits": {"preprocess__overlong_buffer_tokens": 8192},
     "external_redis_has_address": {"streams__external": True},
     "tls_files_are_complete": {"world__tls_cert": "cert.pem"},
+    "profiled_steps_are_in_order": {"finetune__profile_steps": (3, 2)},
     "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
     "objective_is_known": {"finetune__rl__policy_loss": "reinforced"},
     "loss_keys_are_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},

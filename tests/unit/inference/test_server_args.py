@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.config.load import compose, parse, parse_container
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.args import averaging, vllm_arguments, vllm_environment
+from pipelinerl.inference.args import averaging, profiling, vllm_arguments, vllm_environment
 from pipelinerl.world import Job, Span, WorldMap
 from tests.says import says
 
@@ -324,3 +324,15 @@ def test_policy_of_a_lora_run_has_room_for_the_adapter_alone() -> None:
         vllm_arguments(config(*lora, "finetune.lora.r=600"), world(), POLICY)
     with pytest.raises(ConfigError, match=says("enable-lora", "finetune.lora")):
         vllm_arguments(config("+vllm_config.vllm_kwargs.enable-lora=true"), world(), POLICY)
+
+
+def test_policy_server_gets_vllms_profiler_where_steps_are_profiled(tmp_path: Path) -> None:
+    cfg = config("finetune.profile_steps=[2,3]")
+    option, value = profiling(cfg, POLICY, tmp_path)
+    assert option == "--profiler-config"
+    assert json.loads(value)["torch_profiler_dir"] == str(tmp_path / "profiles" / "actor_llm_1")
+    assert profiling(config(), POLICY, tmp_path) == ()
+    assert profiling(cfg, REFERENCE, tmp_path) == ()
+    container = cfg.model_dump()
+    container["vllm_config"]["vllm_kwargs"]["profiler-config.profiler"] = "cuda"
+    assert profiling(parse_container(container), POLICY, tmp_path) == ()
