@@ -23,7 +23,7 @@ from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts
 from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.launcher.processes import describe_exit
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
-from pipelinerl.plan.memory import trainer_items, utilization
+from pipelinerl.plan.memory import trainer_items, utilization, with_choices
 from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
 
@@ -129,6 +129,7 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
         tokens = tokens_of(machine)
         overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}", f"finetune.head_chunk_tokens={HEAD_CHUNK}"]
         overrides += ["finetune.share_prefixes=off"]  # the made-up documents have nothing in common
+        overrides += ["finetune.gradient_checkpointing=true"]  # what the predicted speed assumes
         job = {"model": str(model), "tokens": tokens, "accelerator": machine.accelerator, "overrides": overrides}
         return trial("trainer_trial", job, limit_s)
 
@@ -202,7 +203,8 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     cfg = load_run(run_dir)
     gpu = gpu_named(machine.name)[1]
     decoding = server_speed(cfg, machine.shape, gpu, 1, machine.memory_bytes)
-    trainer = sum(item.num_bytes for item in trainer_items(cfg, machine.shape, 1))
+    chosen = with_choices(cfg, machine.shape, 1, machine.memory_bytes)
+    trainer = sum(item.num_bytes for item in trainer_items(chosen, machine.shape, 1))
     return facts | {
         "predicted_per_s": None if decoding is None else decoding.tokens_per_s / 2,
         "planned_pause_ms": 1e3 * predicted_pause_s(cfg, machine.shape, gpu, 1, machine.memory_bytes),

@@ -31,12 +31,12 @@ NOT_TENSORS = ("runtime", "transfer buckets")
 
 
 def made_up_batch(step: int, index: int, tokens: int, vocab: int) -> MicroBatch:
-    """A micro-batch of `DOCUMENTS` equal documents, whose second halves are trained."""
+    """A micro-batch of `DOCUMENTS` equal documents, all of whose tokens are trained but the first: MFU counts them."""
     rng = np.random.default_rng((step, index))
     length = tokens // DOCUMENTS
     starts = np.arange(DOCUMENTS, dtype=np.int32) * length
-    spans = np.stack([starts + length // 2, starts + length, np.full(DOCUMENTS, step)], 1).astype(np.int32)
-    trained = np.tile(np.arange(length) >= length // 2, DOCUMENTS)
+    spans = np.stack([starts + 1, starts + length, np.full(DOCUMENTS, step)], 1).astype(np.int32)
+    trained = np.tile(np.arange(length) > 0, DOCUMENTS)
     sampled = np.where(trained, -np.log(vocab), 0.0).astype(np.float32)
     return MicroBatch(
         step=step,
