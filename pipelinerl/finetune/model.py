@@ -305,6 +305,9 @@ def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
     if recomputed := cfg.finetune.gradient_checkpointing:
         selecting = {"context_fn": keeping_products} if recomputed == "selective" else {}
         lm.gradient_checkpointing_enable({"use_reentrant": False} | selecting)
+        if not isinstance(recomputed, bool | str):
+            for layer in decoder_layers(lm)[recomputed:]:
+                layer.gradient_checkpointing = False
     if cfg.finetune.lora.enabled:
         lm = add_adapters(lm, cfg.finetune.lora, cfg.seed)
     lm.config.use_cache = False

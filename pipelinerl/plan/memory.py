@@ -47,11 +47,6 @@ ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
 """What `finetune.head_chunk_tokens=auto` chooses from, before `SMALLEST_CHUNK`."""
-RECOMPUTED = (False, True)
-"""What `finetune.gradient_checkpointing=auto` chooses from, the fastest first.
-
-Not `selective`: on an H200 it was 0.62 to 1.11 times as fast as true, because Python looks at every operation.
-"""
 SURE = 0.85
 """Share of a GPU that a choice may fill. A step has held 1.12 times its plan on an H200."""
 MAX_RANKS_POWER = 11
@@ -94,7 +89,7 @@ def memory_plan(
             num_devices=ranks,
             items=trainer,
             capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg),
+            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg, shape),
         )
     ]
     for kind in ("actor_llm", "preprocessor_llm"):
@@ -137,9 +132,11 @@ def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: in
     return note
 
 
-def _chosen(wanted: Config, cfg: Config) -> str:
+def _chosen(wanted: Config, cfg: Config, shape: ModelShape) -> str:
     """Describe what the plan has chosen for `auto`."""
     found = {key: getattr(cfg.finetune, key) for key in ("gradient_checkpointing", "cpu_offload")}
+    if not isinstance(found["gradient_checkpointing"], bool | str):
+        found["gradient_checkpointing"] = f"{found['gradient_checkpointing']} (of {shape.layers} layers)"
     chosen = [f"{key}={str(v).lower()}" for key, v in found.items() if getattr(wanted.finetune, key) == "auto"]
     return f"; chosen: {', '.join(chosen)}" if chosen else ""
 
@@ -261,7 +258,8 @@ def trainer_capacity(cfg: Config, gpu_bytes: int) -> int:
 def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> Config:
     """Return the configuration with the plan's choices for `finetune.gradient_checkpointing` and `cpu_offload`.
 
-    The first that surely fits: rather compute again than keep weights in host memory.
+    The first that surely fits: rather compute again than keep weights in host memory. Not `selective`: on an H200 it
+    was 0.62 to 1.11 times as fast as true, because Python looks at every operation.
 
     Args:
         shape: None = not known. Then everything is computed again, and nothing is offloaded.
@@ -270,7 +268,7 @@ def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: i
     finetune = cfg.finetune
     recomputing, offloading = [finetune.gradient_checkpointing], [finetune.cpu_offload]
     if finetune.gradient_checkpointing == "auto":
-        recomputing = list(RECOMPUTED)
+        recomputing = [False, *range(1, shape.layers if shape else 1), True]
     if finetune.cpu_offload == "auto":
         offloading = [False, True] if "cpu_offload" in traits_of(engine_of(cfg, ranks)).reads else [False]
     choices = [
@@ -281,7 +279,14 @@ def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: i
     if shape is None or gpu_bytes is None or len(choices) == 1:
         return choices[len(recomputing) - 1]
     capacity = SURE * trainer_capacity(cfg, gpu_bytes)
-    return next((choice for choice in choices if trainer_bytes(choice, shape, ranks) <= capacity), choices[-1])
+    is_auto = finetune.gradient_checkpointing == "auto" and finetune.head_chunk_tokens == "auto"
+
+    def fits(choice: Config) -> bool:
+        if is_auto and choice.finetune.gradient_checkpointing is not True:  # small chunks take longer than a layer
+            choice = with_value(choice, "finetune.head_chunk_tokens", LARGER_CHUNKS[0])
+        return trainer_bytes(choice, shape, ranks) <= capacity
+
+    return next(filter(fits, choices), choices[-1])
 
 
 def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> int:

@@ -118,7 +118,7 @@ class ReplicatedMemory(EngineMemory):
         if not self.precision.autocast:
             return 0
         layer, finetune = layer_parameters(shape), self.cfg.finetune
-        passing = finetune.lora.enabled and finetune.gradient_checkpointing
+        passing = finetune.lora.enabled and recomputed_layers(self.cfg, shape) == shape.layers
         return self.precision.computed * (layer if passing else shape.parameters - embedding_parameters(shape))
 
 
@@ -281,6 +281,14 @@ def products_per_token(shape: ModelShape, precision: Precision, adapted: bool = 
     return precision.computed * (products * (2 if adapted else 1) + queries) + 4 * shape.heads
 
 
+def recomputed_layers(cfg: Config, shape: ModelShape) -> int:
+    """Number of layers, the first ones, whose activations the backward pass computes again."""
+    wanted = cfg.finetune.gradient_checkpointing
+    if wanted is False:
+        return 0
+    return shape.layers if isinstance(wanted, bool | str) else min(wanted, shape.layers)
+
+
 def embedding_parameters(shape: ModelShape) -> int:
     return shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
@@ -321,12 +329,15 @@ def passing_items(shape: ModelShape, memory: EngineMemory, *, learning: int, cud
     gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.most_seen - tokens)
     per_token = layer_bytes_per_token(shape, precision, finetune.lora.enabled)
     layer = tokens * per_token + precision.computed * gathered
-    kept, again = tokens * precision.stream * shape.hidden, layer
-    if finetune.gradient_checkpointing is False:
-        kept, again = layer, 0
-    elif finetune.gradient_checkpointing == "selective":
+    entering, again, recomputed = tokens * precision.stream * shape.hidden, layer, recomputed_layers(memory.cfg, shape)
+    if finetune.gradient_checkpointing == "selective":
         products = tokens * products_per_token(shape, precision, finetune.lora.enabled)
-        kept, again = kept + products, max(layer - products, 0)
+        entering, again = entering + products, max(layer - products, 0)
+    kept = recomputed * entering + (shape.layers - recomputed) * layer
+    last = entering
+    # The backward pass frees the last layers first, which leaves room for one that is computed again.
+    if recomputed < shape.layers:
+        last, again = layer, 0
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
     products = 2 * precision.computed * max(width, shape.hidden) + precision.stream * shape.hidden
     exchanged = memory.exchanged_bytes(shape, tokens)
@@ -334,11 +345,11 @@ def passing_items(shape: ModelShape, memory: EngineMemory, *, learning: int, cud
     moments = (
         ("output head", head_bytes(memory.cfg, shape, precision, tokens, cuda=cuda)),
         ("one layer's backward pass", backward + again),
-        ("reduction of a layer's gradient", memory.reduction_bytes(shape, learning / shape.parameters) - kept),
+        ("reduction of a layer's gradient", memory.reduction_bytes(shape, learning / shape.parameters) - last),
     )
     label, num_bytes = max(moments, key=lambda moment: moment[1])
     return (
-        MemoryItem(label=f"kept activations ({tokens} tokens)", num_bytes=shape.layers * kept),
+        MemoryItem(label=f"kept activations ({tokens} tokens)", num_bytes=kept),
         MemoryItem(label=label, num_bytes=num_bytes),
         MemoryItem(label="whole copies of weights", num_bytes=memory.whole_weights(shape)),
     )

@@ -178,11 +178,11 @@ class FinetuneSection(Section):
         "else 256",
         may_change=True,
     )
-    gradient_checkpointing: Literal["selective", "auto"] | bool = key(
-        True,
-        "recompute activations in the backward pass. `selective` keeps the results of matrix products and of "
-        "attention, and recomputes what lies between them: more memory, and less to compute, but more work for Python. "
-        "Auto = false if the planned memory of the GPU is enough, else true",
+    gradient_checkpointing: Literal["selective", "auto"] | bool | PositiveInt = key(
+        "auto",
+        "recompute activations in the backward pass. True = of all layers, a number = of so many. `selective` keeps "
+        "the results of matrix products and of attention, and recomputes what lies between them: more memory, and less "
+        "to compute, but more work for Python. Auto = of as few layers as fit the planned memory of the GPU",
         may_change=True,
     )
     compile: bool = key(

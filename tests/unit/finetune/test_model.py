@@ -1,13 +1,16 @@
 """The policy's model as it is loaded for training."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import LoraSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.model import add_adapters, turn_dropout_off
-from tests.models import make_family, make_qwen2
+from pipelinerl.finetune.model import add_adapters, decoder_layers, load_lm, turn_dropout_off
+from tests.models import make_family, make_qwen2, save_qwen2
 
 
 def test_dropout_is_off_in_training_whatever_the_configuration_says() -> None:
@@ -76,3 +79,25 @@ def test_adapters_on_all_linear_layers_leave_the_output_head_alone() -> None:
     lora = LoraSection(enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules="all-linear")
     lm = add_adapters(make_qwen2(32, tied=False), lora, seed=0)
     assert isinstance(lm.get_output_embeddings(), torch.nn.Linear)
+
+
+@pytest.mark.parametrize(("recomputed", "twice"), [("false", 0), ("2", 2), ("9", 3), ("true", 3)])
+def test_so_many_first_layers_are_computed_again_and_the_gradient_is_the_same(
+    tmp_path: Path, recomputed: str, twice: int
+) -> None:
+    save_qwen2(tmp_path, 64, layers=3)
+    ids = torch.arange(20)[None] % 64
+
+    def calls_and_gradients(recomputed: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+        keys = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+        cfg = parse(compose("base", [*keys, f"finetune.gradient_checkpointing={recomputed}"]))
+        lm = load_lm(tmp_path, cfg, "sdpa")
+        calls = [0] * 3
+        for number, layer in enumerate(decoder_layers(lm)):
+            layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+        lm(input_ids=ids, labels=ids).loss.backward()
+        return calls, {name: p.grad for name, p in lm.named_parameters()}
+
+    calls, gradients = calls_and_gradients(recomputed)
+    assert calls == [2] * twice + [1] * (3 - twice)
+    torch.testing.assert_close(gradients, calls_and_gradients("false")[1], rtol=0, atol=0)

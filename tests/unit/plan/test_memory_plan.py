@@ -460,30 +460,54 @@ def test_auto_takes_the_fastest_that_surely_fits_and_offloads_last():
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
     keys = ("finetune.engine=fsdp2", "finetune.shard_gradients=true")
     cfg = make_config(*keys, "finetune.gradient_checkpointing=auto", "finetune.cpu_offload=auto")
-    order = [(how, away) for away in (False, True) for how in (False, True)]
+    layers = shape.layers
+    order = [(how, away) for away in (False, True) for how in (False, *range(1, layers), True)]
 
     def needed(how: object, away: bool) -> int:
-        fixed = with_value(with_value(cfg, "finetune.gradient_checkpointing", how), "finetune.cpu_offload", away)
-        return trainer_bytes(fixed, shape, 8)
+        """With the smallest chunk of the head where all is recomputed, else with the largest."""
+        keys = {"gradient_checkpointing": how, "cpu_offload": away, "head_chunk_tokens": 256 if how is True else 1024}
+        return trainer_bytes(cfg.model_copy(update={"finetune": cfg.finetune.model_copy(update=keys)}), shape, 8)
 
     def chosen(gpu_bytes: int | None) -> tuple[object, object]:
         finetune = with_choices(cfg, shape, 8, gpu_bytes).finetune
         return finetune.gradient_checkpointing, finetune.cpu_offload
 
     sizes = [needed(*one) for one in order]
-    assert sizes[0] > sizes[1] > sizes[3]
-    for number in (0, 1):
+    assert sizes[:layers] == sorted(sizes[:layers], reverse=True)
+    assert sizes[0] > sizes[1] > sizes[layers] > sizes[-1]
+    for number in (0, 1, layers - 1, layers):
         enough = int(sizes[number] / SURE) + 1
         assert chosen(enough) == order[number]
         assert chosen(enough - 2) != order[number]
-    assert chosen(int(sizes[3] / SURE) + 1) == (True, True)
+    assert chosen(int(sizes[-1] / SURE) + 1) == (True, True)
     assert chosen(GIB) == (True, True), "nothing fits: the smallest"
     assert chosen(None) == (True, False)
     assert with_choices(cfg, None, 8, 80 * GIB).finetune.cpu_offload is False
     elsewhere = with_choices(with_value(cfg, "finetune.engine", "ddp"), shape, 8, GIB).finetune
     assert (elsewhere.gradient_checkpointing, elsewhere.cpu_offload) == (True, False)
     plan = memory_plan(cfg, map_world(cfg, one_node(16), check=False), shape, int(sizes[1] / SURE) + 1)[0]
-    assert "chosen: gradient_checkpointing=true, cpu_offload=false" in plan.note
+    assert f"chosen: gradient_checkpointing=1 (of {layers} layers), cpu_offload=false" in plan.note
+
+
+def test_some_layers_recomputed_by_hand():
+    """Two layers, hidden 8: the first keeps its input, the second all, whose room then serves the first."""
+    cfg, shape = (
+        make_config("finetune.gradient_checkpointing=1", "finetune.share_prefixes=off"),
+        shape_from_config(TINY),
+    )
+    whole = layer_bytes_per_token(shape, engine("fsdp2", cfg).precision)
+
+    def kept_and_largest(how: object) -> tuple[int, int]:
+        fixed = with_value(cfg, "finetune.gradient_checkpointing", how)
+        fixed = with_value(fixed, "finetune.head_chunk_tokens", 1)
+        kept, largest, _ = passing_items(shape, engine("fsdp2", fixed), learning=1992, cuda=True)
+        return kept.num_bytes // cfg.finetune.seq_length, largest.num_bytes
+
+    assert kept_and_largest(1)[0] == 2 * 8 + whole
+    assert kept_and_largest(False)[0] == 2 * whole
+    assert kept_and_largest(2) == kept_and_largest(5) == kept_and_largest(True)
+    assert kept_and_largest(True)[0] == 2 * 2 * 8
+    assert kept_and_largest(1)[1] == kept_and_largest(False)[1] < kept_and_largest(True)[1]
 
 
 def test_what_would_fit_for_a_server_is_its_number_of_gpus():
