@@ -244,17 +244,22 @@ def load_run(run_dir: Path | str) -> Config:
     return parse_container(_run_container(Path(run_dir)))
 
 
+BEFORE_KEYS = {"finetune.share_prefixes": "off"}
+"""What runs did before these keys came, where it is not the default."""
+
+
 def load_old_run(run_dir: Path | str) -> Config:
     """The configuration of a run folder that another version of this project may have written, for reading the run.
 
-    Keys that came since have their defaults, and keys that are gone are left out.
+    Keys that came since have their defaults or what `BEFORE_KEYS` says, and keys that are gone are left out.
     """
     return parse_container(with_today_keys(_run_container(Path(run_dir))))
 
 
 def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
     """A resolved configuration with exactly today's keys, without the domain's own."""
-    values = {key.name: value_at(container, key.name, key.default) for key in declared(Config)}
+    absent = {key.name: key.default for key in declared(Config)} | BEFORE_KEYS
+    values = {name: value_at(container, name, otherwise) for name, otherwise in absent.items()}
     given = {name: value for name, value in values.items() if value != REQUIRED} | {"extra_keys": []}
     filled = with_settings({}, given)
     return to_container(OmegaConf.create(filled)) if "${" in str(filled) else with_one_name(filled)

@@ -13,6 +13,7 @@ from pipelinerl.config.load import (
     compose,
     config_keys,
     is_free_form,
+    load_old_run,
     load_run,
     load_run_dictconfig,
     nearest_key,
@@ -187,6 +188,16 @@ def test_load_run_reads_back_what_was_written(tmp_path) -> None:
     (tmp_path / "conf" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(cfg))))
     assert load_run(tmp_path) == parse(cfg)
     assert load_run_dictconfig(tmp_path).finetune.rl.final_kl_coef == 0.0
+
+
+@pytest.mark.parametrize(("written", "read"), [({}, "off"), ({"share_prefixes": "auto"}, "auto")])
+def test_run_of_before_a_key_is_read_as_it_was_computed(written: dict[str, str], read: str, tmp_path: Path) -> None:
+    container = to_container(compose("base", REQUIRED))
+    del container["finetune"]["share_prefixes"]
+    container["finetune"] |= written
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(yaml.safe_dump(container))
+    assert load_old_run(tmp_path).finetune.share_prefixes == read
 
 
 def test_load_run_elsewhere_is_refused(tmp_path) -> None:
