@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.config.nested import value_at, with_settings, without
+from pipelinerl.config.nested import ABSENT, value_at, with_settings, without
 from pipelinerl.errors import ConfigError
 
 
@@ -38,7 +38,10 @@ def with_one_name(container: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: both names of a setting have values, and they differ; or two engines are chosen.
     """
+    unset = [name for name in NAMES if value_at(container, name, ABSENT) is None]
     found = dict(container)
+    for name in unset:
+        found = without(found, name)
     for other in OTHER_NAMES:
         value = value_at(found, other.name)
         if value is None:
@@ -67,7 +70,7 @@ def with_one_name(container: Mapping[str, Any]) -> dict[str, Any]:
 def _with_listed_environments(container: dict[str, Any]) -> dict[str, Any]:
     """`environments` as a list whose entries have a `key`. PipelineRL has a mapping, too, or one `environment`."""
     given, only = container.get("environments"), container.get("environment")
-    if isinstance(given, Mapping) and all(isinstance(entry, Mapping) for entry in given.values()):
+    if given and isinstance(given, Mapping) and all(isinstance(entry, Mapping) for entry in given.values()):
         return container | {"environments": [{**entry, "key": str(key)} for key, entry in given.items()]}
     if not given and isinstance(only, Mapping) and TARGET in only:
         return container | {"environments": [{**only, "key": "default"}]}
@@ -84,7 +87,8 @@ def with_other_names(container: Mapping[str, Any]) -> dict[str, Any]:
 def addable(override: str) -> str:
     """`use_fsdp=true` → `++use_fsdp=true`: `base` does not have the other names, and Hydra would refuse to set them."""
     plain = override.lstrip("+")
-    return f"++{plain}" if plain.partition("=")[0] in NAMES else override
+    name, equals, _ = plain.partition("=")
+    return f"++{plain}" if equals and name in NAMES else override
 
 
 def explain_missing(text: str) -> str:

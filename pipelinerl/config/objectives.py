@@ -87,6 +87,9 @@ def loss_signature(policy_loss: str) -> Signature:
 
     Its source is parsed, since the launcher may not run it: that would import torch. `from m import f` and `g = f` are
     followed. Empty where no module is found: the trial before the start says why.
+
+    Raises:
+        ConfigError: a module on the way is not valid Python.
     """
     dotted = POLICY_LOSSES[policy_loss].function if policy_loss in POLICY_LOSSES else policy_loss
     module, rest = _find_module(dotted)
@@ -120,14 +123,15 @@ def _find_module(dotted: str) -> tuple[_Module | None, str]:
     except (ImportError, ValueError):
         return None, dotted
     used = 1
-    while spec is not None and spec.submodule_search_locations is not None and used < len(parts):
-        inner = PathFinder.find_spec(".".join(parts[: used + 1]), list(spec.submodule_search_locations))
+    while spec is not None and spec.submodule_search_locations is not None and used < len(parts) - 1:
+        # by the last name alone: the whole one of a folder without `__init__.py` would need its parent imported
+        inner = PathFinder.find_spec(parts[used], list(spec.submodule_search_locations))
         if inner is None:
             break
         spec, used = inner, used + 1
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None, dotted
-    return _Module(spec.name, Path(spec.origin)), ".".join(parts[used:])
+    return _Module(".".join(parts[:used]), Path(spec.origin)), ".".join(parts[used:])
 
 
 def _find_def(module: _Module, name: str, seen: set[tuple[str, str]]) -> ast.FunctionDef | None:
@@ -135,7 +139,7 @@ def _find_def(module: _Module, name: str, seen: set[tuple[str, str]]) -> ast.Fun
     if (module.name, name) in seen:
         return None
     seen.add((module.name, name))
-    for node in reversed(ast.parse(module.path.read_text(encoding="utf-8")).body):  # the last binding counts
+    for node in reversed(_parsed(module.path).body):  # the last binding counts
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
@@ -146,6 +150,13 @@ def _find_def(module: _Module, name: str, seen: set[tuple[str, str]]) -> ast.Fun
                     inner, rest = _find_module(f"{_imported_from(module, node)}.{alias.name}")
                     return None if inner is None else _find_def(inner, rest, seen)
     return None
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), str(path))  # bytes: Python reads their encoding
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise ConfigError(f"`finetune.rl.policy_loss`: {path} is not valid Python: {error}") from error
 
 
 def _imported_from(module: _Module, node: ast.ImportFrom) -> str:

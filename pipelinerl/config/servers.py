@@ -130,7 +130,7 @@ def requests_per_worker(config: Config, num_servers: int) -> int:
 
 
 def with_plain_options(container: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with one spelling of vLLM's options: dashes, and `x: false` for `no-x`.
+    """The configuration with one spelling of vLLM's options: dashes, and `x` for its negation `no-x`.
 
     `x.y` sets a part of the option `x`. The name of the part, behind the dot, stays as it is.
 
@@ -143,10 +143,10 @@ def with_plain_options(container: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     for key, value in given.items():
-        option, *part = key.split(".", 1)
+        option, *part = str(key).split(".", 1)
         name = ".".join([option.replace("_", "-"), *part])
-        if name.startswith("no-") and value in ("", True):
-            name, value = name.removeprefix("no-"), False
+        if name.startswith("no-") and (value == "" or isinstance(value, bool)):
+            name, value = name.removeprefix("no-"), value is False
         if name in options and options[name] != value:
             first = spelt[name]
             raise ConfigError(

@@ -60,6 +60,10 @@ def test_command_line_adds_other_names(given: str) -> None:
     assert with_right_plus(given) == "++use_fsdp=true"
 
 
+def test_other_name_without_a_value_is_refused_as_the_user_wrote_it() -> None:
+    assert with_right_plus("use_fsdp") == "use_fsdp"
+
+
 def test_interpolation_of_another_name_says_the_key() -> None:
     cfg = compose("base", [*REQUIRED, "++mine=${use_deepspeed}"])
     with pytest.raises(ConfigError, match=says("use_deepspeed", "finetune.engine")):
@@ -72,6 +76,11 @@ def test_translation_changes_no_container_and_is_its_own_repetition() -> None:
     assert given == {"use_fsdp": True, "finetune": {"rl": {"temperature": 0.5}, "engine": "auto"}}
     assert once == {"finetune": {"rl": {}, "engine": "fsdp2"}, "llm": {"parameters": {"temperature": 0.5}}}
     assert with_one_name(once) == once
+
+
+@pytest.mark.parametrize("name", ["use_fsdp", "use_deepspeed", "finetune.fp32_lm_head", "finetune.rl.temperature"])
+def test_other_name_that_is_null_is_as_not_given(name: str) -> None:
+    assert parse_container(base(f"{name}=null")) == parse_container(base())
 
 
 def test_domains_read_the_other_names_too() -> None:
@@ -87,6 +96,7 @@ def test_domains_read_the_other_names_too() -> None:
         ({"environments": {"dice": {"_target_": "a.B"}}}, [{"_target_": "a.B", "key": "dice"}]),
         ({"environments": [{"_target_": "a.B"}]}, [{"_target_": "a.B"}]),
         ({"environments": [], "environment": {"_target_": "a.B"}}, [{"_target_": "a.B", "key": "default"}]),
+        ({"environments": {}, "environment": {"_target_": "a.B"}}, [{"_target_": "a.B", "key": "default"}]),
         ({"environments": [], "environment": {"free": 1}}, []),
         ({"environments": [{"_target_": "a.B"}], "environment": {"_target_": "a.C"}}, [{"_target_": "a.B"}]),
     ],

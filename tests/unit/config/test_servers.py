@@ -5,7 +5,14 @@ import pytest
 from pipelinerl.config.load import compose, parse, parse_container, to_container
 from pipelinerl.config.nested import with_settings
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, first_capacity, max_model_len, most_rollouts, probe_tolerance
+from pipelinerl.config.servers import (
+    devices_per_server,
+    first_capacity,
+    max_model_len,
+    most_rollouts,
+    probe_tolerance,
+    with_plain_options,
+)
 from pipelinerl.errors import ConfigError
 from tests.says import says
 
@@ -17,13 +24,19 @@ def config(**options: object) -> Config:
 
 
 def test_server_options_have_dashes_and_no_negations() -> None:
-    given = {"max_model_len": 5, "no-enable-prefix-caching": "", "no_async": True, "dtype": "half"}
+    given = {"max_model_len": 5, "no-enable-prefix-caching": "", "no_async": True, "no_eager": False, "dtype": "half"}
     assert config(**given).vllm_config.vllm_kwargs == {
         "max-model-len": 5,
         "enable-prefix-caching": False,
         "async": False,
+        "eager": True,
         "dtype": "half",
     }
+
+
+def test_option_whose_name_yaml_reads_as_a_boolean_is_text() -> None:
+    found = with_plain_options({"vllm_config": {"vllm_kwargs": {False: 1}}})  # `no: 1`
+    assert found == {"vllm_config": {"vllm_kwargs": {"False": 1}}}
 
 
 def test_part_of_an_option_keeps_its_name_behind_the_dot() -> None:
