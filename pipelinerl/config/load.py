@@ -202,7 +202,10 @@ def _run_container(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"`{run_dir}` is not a run folder: {RUN_CONFIG} is missing; start it with pipelinerl.launch")
     make_importable(run_dir)
-    container = _read_container(path)
+    try:
+        container = _read_container(path)
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     references(container)  # from here on no log of this process shows their values
     if (run_dir / RUN_ADDRESS).is_file():
         return container  # of a run elsewhere: the paths are those of its launcher
@@ -212,12 +215,11 @@ def _run_container(run_dir: Path) -> dict[str, Any]:
 def _read_container(path: Path) -> dict[str, Any]:
     """As `to_container` of what OmegaConf loads, which takes ten times as long where nothing is left to resolve."""
     text = path.read_text(encoding="utf-8")
-    if "${" in text or MISSING in text:
-        cfg = OmegaConf.load(path)
-        assert isinstance(cfg, DictConfig)
-        return to_container(cfg)
     container = yaml.load(text, _yaml_loader())
-    assert isinstance(container, dict)
+    if not isinstance(container, dict):
+        raise ConfigError(f"{path} is not the configuration of a run: it must hold a mapping of keys")
+    if "${" in text or MISSING in text:
+        return to_container(OmegaConf.create(container))
     container.pop("hydra", None)
     return with_one_name({str(key): value for key, value in container.items()})
 

@@ -291,7 +291,7 @@ def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
     """Return every role's newest status by status name. Files that cannot be read are left out."""
     statuses = {}
     for path in sorted((Path(run_dir) / STATUS_DIR).glob("[!.]*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             document = json.loads(path.read_text(encoding="utf-8"))
             waits = tuple(Wait(**wait) for wait in document.pop("waits"))
             statuses[path.stem] = StatusRecord(**document, waits=waits)

@@ -205,6 +205,15 @@ def test_load_run_elsewhere_is_refused(tmp_path) -> None:
         load_run(tmp_path)
 
 
+@pytest.mark.parametrize("text", [b"a: {\n", b"- 1\n", b"- ${x}\n", b"", b"\xff\xfe\x00"])
+def test_damaged_configuration_of_a_run_is_refused_with_its_file(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "conf" / "config.yaml"
+    path.parent.mkdir()
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=says(str(path))):
+        load_run(tmp_path)
+
+
 def test_resolve_function_finds_functions_and_classes() -> None:
     assert resolve_function("os.path.join").__name__ == "join"
     assert resolve_function("collections.OrderedDict.fromkeys").__name__ == "fromkeys"

@@ -167,3 +167,10 @@ def test_status_unwritable_folder_does_not_stop_the_role(tmp_path: Path) -> None
     (tmp_path / "status").rmdir()
     status.progress(step=1)
     status.close()
+
+
+@pytest.mark.parametrize("text", ["null", "1", '"x"', "[]", "{", "{}", ""])
+def test_damaged_status_is_left_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "actor_0.json").write_text(text)
+    assert read_statuses(tmp_path) == {}
