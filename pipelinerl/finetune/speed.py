@@ -6,7 +6,7 @@ import torch
 
 from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 from pipelinerl.plan.model_shape import shape_from_config
-from pipelinerl.plan.speed import GPUS, TRAINED_FLOPS
+from pipelinerl.plan.speed import GPUS, TRAINED_FLOPS, find_gpu
 
 
 def speed_metrics(
@@ -27,7 +27,8 @@ def speed_metrics(
 
 def peak_flops(name: str) -> float | None:
     """Dense 16-bit operations per second of the GPU that CUDA calls ``name``. None: unknown."""
-    return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
+    found = find_gpu(name)
+    return None if found is None else GPUS[found].flops
 
 
 def mfu(config: dict[str, Any], tokens_per_s: float, peak: float) -> float | None:

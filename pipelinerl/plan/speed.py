@@ -15,6 +15,7 @@ from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization, with_choices
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.throughput import Utilisation
+from pipelinerl.plan.training_memory import recomputed_layers
 from pipelinerl.weights.staging_memory import COMMUNICATORS, fits_on_device
 from pipelinerl.world.map import WorldMap
 
@@ -22,6 +23,8 @@ DECODE_BANDWIDTH_EFFICIENCY = 0.6
 DECODE_COMPUTE_EFFICIENCY = 0.4
 TRAIN_COMPUTE_EFFICIENCY = 0.35
 """Shares of the data sheet's figures. Assumed: good enough for a first split, until rates are measured."""
+SEQUENCE_HOST_S = 6.9e-3 / 256
+"""Host time of a decoding step for each sequence, which vLLM schedules: 6.9 ms for 256 on an H200 (docs/testing.md)."""
 TRAINED_FLOPS, DECODED_FLOPS = 6, 2
 """Operations per parameter and token that count as useful: without attention and recomputed activations."""
 MEAN_SHARE = 0.3
@@ -47,13 +50,23 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes."""
 
 
+# NVIDIA's data sheets, without sparsity and with sums in float32.
 GPUS = {
-    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=80e9),
+    "4090": Gpu(flops=165e12, bandwidth=1.01e12, memory=24e9),
+    "L4": Gpu(flops=121e12, bandwidth=0.3e12, memory=24e9),
+    "A10G": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
+    "L40": Gpu(flops=181e12, bandwidth=0.86e12, memory=48e9),
     "L40S": Gpu(flops=362e12, bandwidth=0.86e12, memory=48e9),
+    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=80e9),
+    "A100-40GB": Gpu(flops=312e12, bandwidth=1.56e12, memory=40e9),
+    "H20": Gpu(flops=148e12, bandwidth=4.0e12, memory=96e9),
     "H100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
+    "H100-PCIe": Gpu(flops=756e12, bandwidth=2.0e12, memory=80e9),
     "H200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
     "B200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=180e9),
+    "B300": Gpu(flops=2250e12, bandwidth=8.0e12, memory=270e9),
 }
+"""By the words of CUDA's name: "NVIDIA A100-SXM4-40GB" is an "A100-40GB"."""
 ASSUMED_GPU = "H100"
 
 
@@ -80,9 +93,16 @@ class RoleSpeed(msgspec.Struct, frozen=True, kw_only=True):
     note: str
 
 
+def find_gpu(name: str) -> str | None:
+    """Key in ``GPUS`` of the GPU that CUDA calls ``name``, the one of most words. None: not known."""
+    words = set(name.replace("-", " ").split())
+    found = [key for key in GPUS if words.issuperset(key.split("-"))]
+    return max(found, key=len, default=None)
+
+
 def gpu_named(name: str | None) -> tuple[str, Gpu]:
     """Name and data sheet of the GPU that CUDA calls ``name``. None or unknown: `ASSUMED_GPU`."""
-    found = next((key for key in GPUS if name is not None and key in name), ASSUMED_GPU)
+    found = (find_gpu(name) if name is not None else None) or ASSUMED_GPU
     return found, GPUS[found]
 
 
@@ -132,7 +152,7 @@ def assumed_rates(
     longest = document_tokens(cfg, prompt_tokens + lengths.longest)
     return Rates(
         decode=partial(decode_rate, shape, gpu, context=context, ranks=ranks),
-        train=training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is not False),
+        train=training_rate(shape, gpu, longest, recomputed=recomputed_layers(cfg, shape) / shape.layers),
         max_concurrency=most,
         source="assumed",
     )
@@ -153,27 +173,28 @@ def decode_rate(
 ) -> np.ndarray:
     """tokens/s of one device that decodes this number of sequences at a time, of ``context`` tokens each on average.
 
-    A step reads the weights and every sequence's cache, and computes 2 FLOP per parameter and sequence.
+    A step reads the weights and every sequence's cache, and computes 2 FLOP per parameter and sequence, while the host
+    schedules the server's sequences.
     ``ranks``: devices over which a server's weights are divided.
     """
     h = np.asarray(sequences, dtype=np.float64)
     read_bytes = 2 * shape.parameters / ranks + h * shape.kv_bytes_per_token() * context
     reading = read_bytes / (DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth)
     computing = DECODED_FLOPS * shape.active_parameters * h / (DECODE_COMPUTE_EFFICIENCY * gpu.flops)
-    return h / np.maximum(reading, computing)
+    return h / np.maximum(np.maximum(reading, computing), SEQUENCE_HOST_S * ranks * h)
 
 
-def training_flops(shape: ModelShape, tokens: int, *, recomputed: bool) -> float:
+def training_flops(shape: ModelShape, tokens: int, *, recomputed: float) -> float:
     """Operations that the trainer executes per token of a document of ``tokens`` tokens.
 
     Attention: 2 products of 2·D operations per head, query and key, half of the keys on average.
+    ``recomputed``: share of the layers that are computed again.
     """
-    passes = 4 if recomputed else 3
     attention = 2 * tokens * shape.layers * shape.heads * shape.head_dim
-    return passes * (2 * shape.active_parameters + attention)
+    return (3 + recomputed) * (2 * shape.active_parameters + attention)
 
 
-def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: bool) -> float:
+def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: float) -> float:
     """tokens/s of one device with documents of ``tokens`` tokens."""
     return TRAIN_COMPUTE_EFFICIENCY * gpu.flops / training_flops(shape, tokens, recomputed=recomputed)
 
@@ -181,7 +202,7 @@ def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: bool)
 def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleSpeed:
     longest = document_tokens(cfg, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
-    each = training_rate(shape, gpu, longest, recomputed=cfg.finetune.gradient_checkpointing is not False)
+    each = training_rate(shape, gpu, longest, recomputed=recomputed_layers(cfg, shape) / shape.layers)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,
@@ -203,7 +224,9 @@ def server_speed(cfg: Config, shape: ModelShape, gpu: Gpu, num_servers: int, gpu
     """Decoding with as many sequences as the KV cache and `actor.llm_max_rollouts` allow. None: not one fits."""
     ranks, context = devices_per_server(cfg), mean_context(assumed_lengths(cfg), PROMPT_TOKENS)
     cache = ranks * kv_cache_bytes(cfg, shape, "actor_llm", ranks, gpu_bytes)
-    sequences = min(int(cache / (shape.kv_bytes_per_token() * context)), most_rollouts(cfg))
+    allowed = cfg.vllm_config.vllm_kwargs.get("max-num-seqs")
+    most = min(most_rollouts(cfg), allowed) if isinstance(allowed, int) else most_rollouts(cfg)
+    sequences = min(int(cache / (shape.kv_bytes_per_token() * context)), most)
     if not sequences:
         return None
     each = float(decode_rate(shape, gpu, sequences / ranks, context=context, ranks=ranks))

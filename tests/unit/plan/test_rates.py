@@ -63,6 +63,13 @@ def test_large_batches_of_short_sequences_are_limited_by_operations():
     assert float(rate) == pytest.approx(0.4 * gpu.flops / (2 * shape.active_parameters))
 
 
+def test_steps_of_a_small_model_last_as_long_as_the_host_schedules():
+    """A 0.5B model reads 1 GB in 0.3 ms, and 256 sequences take the host 6.9 ms: on two devices each decodes half."""
+    shape, gpu = PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"], GPUS["H200"]
+    assert float(decode_rate(shape, gpu, 256, context=100, ranks=1)) == pytest.approx(256 / 6.9e-3)
+    assert float(decode_rate(shape, gpu, 128, context=100, ranks=2)) == pytest.approx(128 / 6.9e-3)
+
+
 def test_planner_and_dry_run_predict_the_same_rates():
     shape, gpu = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], GPUS["H100"]
     cfg = make_config("finetune.gradient_checkpointing=true", "actor.llm_max_rollouts=64")

@@ -12,6 +12,7 @@ from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.speed import (
     GPUS,
     checkpoint_tensors,
+    find_gpu,
     gpu_named,
     pause_s,
     predicted_pause_s,
@@ -20,7 +21,7 @@ from pipelinerl.plan.speed import (
     trainer_speed,
     training_flops,
 )
-from pipelinerl.plan.world_table import communicators_line, render_world, update_line
+from pipelinerl.plan.world_table import communicators_line, render_world, speed_table, update_line
 from pipelinerl.world import Cluster, Node, map_world
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
@@ -42,8 +43,9 @@ def make_world(cfg, devices: int):
 def test_operations_of_a_token_are_those_of_parameters_and_half_of_the_keys() -> None:
     """Forward: 2 per parameter; per layer and head 2 products × 2 × 128 for each of 8,000 / 2 keys. Backward: twice."""
     forward = 2 * PARAMETERS + 28 * 28 * 2 * 2 * 128 * 4000
-    assert training_flops(SHAPE, 8000, recomputed=False) == 3 * forward
-    assert training_flops(SHAPE, 8000, recomputed=True) == 4 * forward
+    assert training_flops(SHAPE, 8000, recomputed=0) == 3 * forward
+    assert training_flops(SHAPE, 8000, recomputed=1) == 4 * forward
+    assert training_flops(SHAPE, 8000, recomputed=0.25) == 3.25 * forward
 
 
 def test_recomputation_and_attention_lower_the_mfu_of_the_trainer() -> None:
@@ -70,8 +72,15 @@ def test_a_server_decodes_what_its_cache_holds_and_the_configuration_allows() ->
     assert server_speed(make_config(), SHAPE, H100, 2, 16 * 2**30) is None, "the weights alone have 15 GB"
 
 
+def test_a_server_decodes_no_more_sequences_than_vllm_may_run() -> None:
+    speed = server_speed(make_config("vllm_config.vllm_kwargs.max-num-seqs=5"), SHAPE, H100, 1, 80 * 2**30)
+    assert speed is not None
+    assert speed.note.startswith("5 sequences")
+
+
 def test_jobs_on_one_gpu_share_its_time() -> None:
-    shared, apart = (make_config(*keys, "actor.llm_max_rollouts=8") for keys in (["world.share_devices=true"], []))
+    fixed = ["finetune.gradient_checkpointing=true", "actor.llm_max_rollouts=8"]
+    shared, apart = (make_config(*keys, *fixed) for keys in (["world.share_devices=true"], []))
     [alone] = predicted_speed(apart, make_world(apart, 8), SHAPE, H100, 80 * 2**30)[:1]
     [half] = predicted_speed(shared, make_world(shared, 4), SHAPE, H100, 80 * 2**30)[:1]
     assert (alone.devices, half.devices) == (4, 4)
@@ -81,7 +90,36 @@ def test_jobs_on_one_gpu_share_its_time() -> None:
 def test_a_gpu_is_known_by_its_name() -> None:
     assert gpu_named("NVIDIA H200")[0] == "H200"
     assert gpu_named("NVIDIA A100-SXM4-80GB") == ("A100", GPUS["A100"])
-    assert gpu_named("NVIDIA GeForce RTX 4090") == gpu_named(None) == ("H100", H100)
+    assert gpu_named("NVIDIA GeForce RTX 2080") == gpu_named(None) == ("H100", H100)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200 NVL", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_gpu_is_found_by_whole_words_and_the_most_of_them(name: str, key: str | None) -> None:
+    assert find_gpu(name) == key
+
+
+def test_table_says_which_data_sheet_it_took() -> None:
+    assert speed_table((), None).title == "Predicted speed (H100 assumed; rooflines, not measured)"
+    assert speed_table((), "NVIDIA H200").title == "Predicted speed (H200; rooflines, not measured)"
+    taken = "H100 in the place of NVIDIA GH200 480GB, whose data sheet is not known"
+    assert speed_table((), "NVIDIA GH200 480GB").title == f"Predicted speed ({taken}; rooflines, not measured)"
 
 
 def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
