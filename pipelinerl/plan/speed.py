@@ -24,7 +24,8 @@ DECODE_COMPUTE_EFFICIENCY = 0.4
 TRAIN_COMPUTE_EFFICIENCY = 0.35
 """Shares of the data sheet's figures. Assumed: good enough for a first split, until rates are measured."""
 SEQUENCE_HOST_S = 6.9e-3 / 256
-"""Host time of a decoding step for each sequence, which vLLM schedules: 6.9 ms for 256 on an H200 (docs/testing.md)."""
+"""Host time of a decoding step for each sequence, which vLLM schedules: 37,000 tokens/s of 256 sequences on an H200
+(docs/testing.md). That it grows with the sequences is assumed."""
 TRAINED_FLOPS, DECODED_FLOPS = 6, 2
 """Operations per parameter and token that count as useful: without attention and recomputed activations."""
 MEAN_SHARE = 0.3
@@ -67,6 +68,8 @@ GPUS = {
     "B300": Gpu(flops=2250e12, bandwidth=8.0e12, memory=270e9),
 }
 """By the words of CUDA's name: "NVIDIA A100-SXM4-40GB" is an "A100-40GB"."""
+OTHER_BUILDS = {"laptop", "d", "mig", "nvl"}
+"""Words of CUDA's names of GPUs that have other figures than the one they are named after."""
 ASSUMED_GPU = "H100"
 
 
@@ -95,14 +98,18 @@ class RoleSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_gpu(name: str) -> str | None:
     """Key in ``GPUS`` of the GPU that CUDA calls ``name``, the one of most words. None: not known."""
-    words = set(name.replace("-", " ").split())
-    found = [key for key in GPUS if words.issuperset(key.split("-"))]
-    return max(found, key=len, default=None)
+    words = set(name.lower().replace("-", " ").split())
+    found = [key for key in GPUS if words.issuperset(key.lower().split("-"))]
+    return None if words & OTHER_BUILDS else max(found, key=len, default=None)
 
 
 def gpu_named(name: str | None) -> tuple[str, Gpu]:
-    """Name and data sheet of the GPU that CUDA calls ``name``. None or unknown: `ASSUMED_GPU`."""
-    found = (find_gpu(name) if name is not None else None) or ASSUMED_GPU
+    """Data sheet of the GPU that CUDA calls ``name``, after its name for a table. None or unknown: `ASSUMED_GPU`'s."""
+    if name is None:
+        return f"{ASSUMED_GPU} assumed", GPUS[ASSUMED_GPU]
+    found = find_gpu(name)
+    if found is None:
+        return f"{ASSUMED_GPU} in the place of {name}, whose data sheet is not known", GPUS[ASSUMED_GPU]
     return found, GPUS[found]
 
 

@@ -20,7 +20,6 @@ from pipelinerl.plan.speed import (
     RoleSpeed,
     assumed_lengths,
     communicators,
-    find_gpu,
     gpu_named,
     predicted_pause_s,
     predicted_speed,
@@ -116,14 +115,9 @@ def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -
     return table
 
 
-def speed_table(speeds: tuple[RoleSpeed, ...], gpu: str | None) -> Table:
-    """Return a table with one line per kind of job. `gpu`: CUDA's name of this machine's, None if there is none."""
-    taken = gpu_named(gpu)[0]
-    if gpu is None:
-        taken += " assumed"
-    elif find_gpu(gpu) is None:
-        taken += f" in the place of {gpu}, whose data sheet is not known"
-    title = f"Predicted speed ({escape(taken)}; rooflines, not measured)"
+def speed_table(speeds: tuple[RoleSpeed, ...], gpu: str) -> Table:
+    """Return a table with one line per kind of job. `gpu`: whose data sheet was taken."""
+    title = f"Predicted speed ({escape(gpu)}; rooflines, not measured)"
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("job", overflow="fold")
     table.add_column("tokens/s", justify="right")
@@ -199,8 +193,7 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
     detected = gpu_memory_bytes()
     gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
     plans = memory_plan(cfg, world, shape, gpu_bytes)
-    name = next(iter(gpu_names()), None)
-    gpu = gpu_named(name)[1]
+    name, gpu = gpu_named(next(iter(gpu_names()), None))
     speeds = predicted_speed(cfg, world, shape, gpu, gpu_bytes)
     return Group(
         jobs,
