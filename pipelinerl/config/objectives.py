@@ -44,8 +44,8 @@ POLICY_LOSSES: Mapping[str, BuiltInLoss] = {
     "gspo": BuiltInLoss("pipelinerl.finetune.rl.losses.gspo", "optional", _CLIP_BOUNDS),
     "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", "always", _CLIP_BOUNDS),
 }
-CORRECTIONS = ("token_tis", "sequence_tis", "token_mis", "sequence_mis", "veto")
-"""Keys of `finetune.rl` that correct a ratio. Null = off. `token_mis_low` belongs to `token_mis`."""
+CORRECTIONS = ("token_tis", "sequence_tis", "token_mis", "token_mis_low", "sequence_mis", "veto")
+"""Keys of `finetune.rl` that correct a ratio. Null = off."""
 ADVANTAGES: Mapping[str, str] = {
     "loo": "pipelinerl.preprocess.advantages.leave_one_out",
     "group_mean": "pipelinerl.preprocess.advantages.group_mean",

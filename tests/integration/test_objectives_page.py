@@ -358,9 +358,9 @@ def test_default_objective_passes_the_trial_that_a_start_leaves_out() -> None:
 @pytest.mark.parametrize("proximal", [(), ("finetune.rl.proximal_every=2",)])
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_trial_refuses_a_builtin_loss_where_the_rules_do(loss: str, proximal: tuple[str, ...]) -> None:
-    for correction in (None, *CORRECTIONS):
-        given = (f"finetune.rl.{correction}={0.1 if correction == 'veto' else 2}",) if correction else ()
-        cfg = config(f"finetune.rl.policy_loss={loss}", *proximal, *given)
+    lower = {"veto": ["veto=0.1"], "token_mis_low": ["token_mis_low=0.5", "token_mis=2"]}
+    for settings in ([], *(lower.get(name, [f"{name}=2"]) for name in CORRECTIONS)):
+        cfg = config(f"finetune.rl.policy_loss={loss}", *proximal, *(f"finetune.rl.{one}" for one in settings))
         if ratio_is_counted_once(cfg) is None:
             objective_check.check_objective(cfg)
         else:
