@@ -121,9 +121,12 @@ def test_a_stream_of_many_groups_is_packed_and_deleted_behind_its_reader(tmp_pat
     assert [p.step for p in progress if p.packed_sample_ids] == list(range(1, groups // 50 + 1))
 
 
-def test_prompts_of_thirty_thousand_tokens_are_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("share", "lengths"), [("off", [30_100] * 4), ("auto", [120_400])])
+def test_prompts_of_thirty_thousand_tokens_are_packed(tmp_path: Path, share: str, lengths: list[int]) -> None:
+    """One micro-batch computes 30,000 tokens once, and 4 × 100."""
     write_groups(tmp_path, [sized_group(0, 4, 100, prompt=30_000)])
-    preprocess(tmp_path, 4, "attempts=4", "finetune.gradient_accumulation_passes=4", "finetune.seq_length=31000")
+    sizes = ["attempts=4", "finetune.gradient_accumulation_passes=4", "finetune.seq_length=31000"]
+    preprocess(tmp_path, 4, *sizes, f"finetune.share_prefixes={share}")
     batches = read(tmp_path, topics.TRAINING_DATA, MicroBatch)
-    assert [len(batch.token_ids) for batch in batches] == [30_100] * 4
+    assert [len(batch.token_ids) for batch in batches] == lengths
     assert PROMPT < 30_000
