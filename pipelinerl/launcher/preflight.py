@@ -211,7 +211,7 @@ def check_architecture(config: Config) -> None:
     argv += ["--longest", str(longest)] * (longest is not None)
     argv += ["--has-reference"] * (config.world.preprocessor_fraction > 0)
     argv += ["--divides-experts"] * ((finetune.expert_ranks or 1) > 1)
-    argv += ["--share-prefixes"] * (finetune.recomputed_for is None)
+    argv += ["--share-prefixes"] * (finetune.shares_prefixes)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
     with in_time(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation"):
         try:

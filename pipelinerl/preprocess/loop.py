@@ -69,7 +69,7 @@ def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
         data_parallel_size=data_parallel_size,
         seq_length=cfg.finetune.seq_length,
         sequences_per_micro_batch=None if cfg.finetune.seq_packing else cfg.finetune.train_batch_size,
-        share_prefixes=cfg.finetune.recomputed_for is None,
+        share_prefixes=cfg.finetune.shares_prefixes,
         advantage=cfg.finetune.rl.advantage,
         aggregation=cfg.finetune.rl.aggregation,
         with_reference=needs_reference(cfg),

@@ -259,6 +259,11 @@ class FinetuneSection(Section):
         return next((f"finetune.{key}" for key, holds in reasons.items() if holds), None)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences of a micro-batch compute a common prefix once."""
+        return self.recomputed_for is None
+
+    @property
     def most_seen(self) -> int:
         """Largest number of tokens of a packed micro-batch, a common prefix counted in every sequence."""
-        return self.seq_length * (MOST_SEEN if self.recomputed_for is None else 1)
+        return self.seq_length * (MOST_SEEN if self.shares_prefixes else 1)

@@ -165,4 +165,4 @@ def changed_settings(cfg: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
         section[name] = value
     finetune = parse_container(container).finetune
     settings = {name: getattr(finetune.rl, name) for name in changes if name != SHARE_PREFIXES}
-    return settings | ({SHARE_PREFIXES: finetune.recomputed_for is None} if SHARE_PREFIXES in changes else {})
+    return settings | ({SHARE_PREFIXES: finetune.shares_prefixes} if SHARE_PREFIXES in changes else {})
