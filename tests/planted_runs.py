@@ -223,6 +223,7 @@ def record(
         actor |= {"output_tokens": float(np.mean(lengths)), "cut_by_length": float(np.mean(cut))}
         actor["groups_always_solved"] = float(np.mean([share == 1 for share in run.solved]))
         actor["groups_never_solved"] = float(np.mean([share == 0 for share in run.solved]))
+        actor["rollouts"] = GROUPS * ATTEMPTS * (step + 1)
         run.actor.append({"step": step, "time": float(step)} | actor)
 
 

@@ -243,6 +243,7 @@ def _write_metrics(path: Path, groups: list[list[RolloutGroup]], story: Story) -
         at = CLOCK + 2.0 * step
         finetune = USUAL_FINETUNE | {"reward": reward, "entropy": 1.0 - 0.3 * step / len(groups)}
         actor = USUAL_ACTOR | {"reward": reward, "success": reward, "generating_s": 1.9 * (step + 1), "version": step}
+        actor["rollouts"] = 64 * (step + 1)
         finetune |= {name: values[step] for name, values in story.finetune.items()}
         actor |= {name: values[step] for name, values in story.actor.items()}
         lines["finetune"].append(json.dumps({"step": step + 1, "time": at + 1} | finetune | {"live_version": step}))

@@ -19,7 +19,7 @@ from pipelinerl.observability.catalogue import ActorMetric, PreprocessorMetric, 
 from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, WeightUpdateSuccess
 
 FEWEST_POINTS = 12
-"""The actor's points in a run of 60 fast steps. Each is the mean of hundreds of rollouts."""
+"""The actor's points in a run of 60 fast steps."""
 FEWEST_RECENT = 3
 """Newest points that must agree before a present state is reported."""
 FEWEST_ATTEMPTS = 32
@@ -187,10 +187,10 @@ def forked_conversations(run: Evidence) -> Iterable[Finding]:
 
 def reward_without_success(run: Evidence) -> Iterable[Finding]:
     """Success does not grow, and the reward grows by more than the growth of success explains."""
-    steps, rewards, successes = run.series.of(ActorMetric.REWARD, ActorMetric.SUCCESS, fewest=FEWEST_POINTS)
+    trials, steps, rewards, successes = running_means(run, ActorMetric.REWARD, ActorMetric.SUCCESS)
     if not steps:
         return
-    reward, success = shift_of(rewards), shift_of(successes, trials=ROLLOUTS_IN_MEAN)
+    reward, success = shift_of(rewards), shift_of(successes, trials=trials)
     worth = worth_of(successes, rewards)
     rest = shift_of([round(r - worth * s, 9) for r, s in zip(rewards, successes, strict=True)])
     # Points that have rollouts in common hide as much of the rest's noise as of success's, whose noise is known.
@@ -410,8 +410,22 @@ METRICS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
 
 def success_shift(run: Evidence) -> Shift | None:
     """How success on training problems moved. None: too few points."""
-    _, successes = run.series.of(ActorMetric.SUCCESS, fewest=FEWEST_POINTS)
-    return shift_of(successes, trials=ROLLOUTS_IN_MEAN) if successes else None
+    trials, _, successes = running_means(run, ActorMetric.SUCCESS)
+    return shift_of(successes, trials=trials) if successes else None
+
+
+def running_means(run: Evidence, *metrics: ActorMetric) -> tuple[int, list[int], *tuple[list[float], ...]]:
+    """(rollouts behind the first ones, steps, values of each metric) of the actor's points that have new rollouts.
+
+    Steps and values are empty for fewer points than `FEWEST_POINTS`.
+    """
+    steps, rollouts, *values = run.series.of(ActorMetric.ROLLOUTS, *metrics)
+    fresh = [i for i, count in enumerate(rollouts) if not i or count != rollouts[i - 1]]
+    if len(fresh) < FEWEST_POINTS:
+        return (0, [], *([] for _ in values))
+    steps, rollouts, *values = ([column[i] for i in fresh] for column in (steps, rollouts, *values))
+    # the first points of a slow run are means of a few rollouts
+    return (min(ROLLOUTS_IN_MEAN, max(1, int(rollouts[FEWEST_POINTS // 3 - 1]))), steps, *values)
 
 
 def evaluated(run: Evidence) -> list[EvaluationDone]:

@@ -26,6 +26,7 @@ RISING = [i / (N - 1) for i in range(N)]
 
 def points(**curves: list[float]) -> list[dict]:
     num_points = min(map(len, curves.values()))
+    curves = {"rollouts": [1024 + 64 * i for i in range(num_points)]} | curves
     return [{"step": i} | {name: values[i] for name, values in curves.items()} for i in range(num_points)]
 
 
@@ -105,6 +106,13 @@ def test_reward_hack_is_what_success_does_not_explain(
 ) -> None:
     runs = [running_means(seed, success=success, form=form, pay=pay) for seed in range(8)]
     assert sum(bool(list(reward_without_success(evidence(actor=run)))) for run in runs) == hacked
+
+
+def test_means_of_a_few_rollouts_are_no_hack() -> None:
+    """The first points of a run of two minutes per step: one each second, and eight new rollouts in some of them."""
+    seen = [(8, 0.0, 0.0)] * 3 + [(24, 0.059, 0.0417)] * 4 + [(32, 0.0842, 0.0625)] * 4 + [(48, 0.0637, 0.0417)] * 9
+    rollouts, reward, success = map(list, zip(*seen, strict=True))
+    assert found(actor=points(rollouts=rollouts, reward=reward, success=success)) == []
 
 
 def test_nccl_group_that_failed_is_an_alarm_with_the_interface() -> None:
