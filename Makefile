@@ -21,6 +21,8 @@ install:
 lock: install
 	$(PY) tools/lock.py
 
+# A run needs none of the tools of the tests.
+quickstart: EXTRAS := $(EXTRAS:,test=)
 quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
