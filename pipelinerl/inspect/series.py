@@ -13,12 +13,21 @@ from pipelinerl.observability.catalogue import STEP, Metric, MetricName
 from pipelinerl.observability.metrics import Points
 
 EMPTY = array("d")
+FIRST = 64
+"""Points of a run's beginning that a bounded series keeps: more than any finding compares with the end."""
 
 
 class Series:
-    """One float64 array per role and metric, oldest point first, with NaN for a point that lacks the metric."""
+    """One float64 array per role and metric, oldest point first, with NaN for a point that lacks the metric.
 
-    def __init__(self, **roles: Points) -> None:
+    Args:
+        most: points of a role above which those between the first `FIRST` and the newest half are forgotten. None: all
+            are kept.
+        roles: the points of each role.
+    """
+
+    def __init__(self, most: int | None = None, **roles: Points) -> None:
+        self._most = most
         self._columns: dict[str, dict[MetricName, array[float]]] = {}
         self._num_points: Counter[str] = Counter()
         for role, points in roles.items():
@@ -32,6 +41,14 @@ class Series:
                     columns[name].extend([np.nan] * (self._num_points[role] - len(columns[name])))
                     columns[name].append(value)
             self._num_points[role] += 1
+            if self._most is not None and self._num_points[role] > self._most:
+                self._forget_middle(role, self._most // 2)
+
+    def _forget_middle(self, role: str, newest: int) -> None:
+        dropped = slice(FIRST, self._num_points[role] - newest)
+        for column in self._columns[role].values():
+            del column[dropped]
+        self._num_points[role] = FIRST + newest
 
     def clear(self, role: str) -> None:
         """Forget a role's points: a resumed trainer has cut its file."""

@@ -18,6 +18,8 @@ from pipelinerl.records import CalibrationExceeded, ProbeMissed, TrainerMessage,
 
 EVERY_S = 5.0
 """Metrics are written once a step, and a look takes milliseconds."""
+MOST_POINTS = 8192
+"""Points of a role that a look goes through, some 5 MB. Findings compare the newest 128 at most with the first ones."""
 
 
 class MetricsTail:
@@ -48,18 +50,28 @@ class AlarmWatch:
     def __init__(self, run_dir: Path, cfg: Config, *, every_s: float = EVERY_S):
         self._run_dir, self._every_s = run_dir, every_s
         self._messages: list[TrainerMessage] = []
-        self._seen = Evidence(cfg=cfg, splits=read_splits(run_dir, cfg), messages=self._messages)
+        splits, series = read_splits(run_dir, cfg), Series(MOST_POINTS)
+        self._seen = Evidence(cfg=cfg, splits=splits, messages=self._messages, series=series)
         roles = ("finetune", "actor", "preprocessor")
-        self._tails = [MetricsTail(run_dir, role, self._seen.series) for role in roles]
+        self._tails = [MetricsTail(run_dir, role, series) for role in roles]
         self._next = 0.0
         self._told: set[tuple[str, str]] = set()
 
     def add_message(self, message: TrainerMessage) -> None:
         """Take a message of the trainer into account."""
+        if isinstance(message, WeightUpdateSuccess):
+            self._forget_updates(message)
         if isinstance(message, ProbeMissed | CalibrationExceeded | WeightUpdateSuccess):
             self._messages.append(message)
         if isinstance(message, ProbeMissed):
             self._next = 0.0  # it may be the last message of the run
+
+    def _forget_updates(self, newest: WeightUpdateSuccess) -> None:
+        """Forget what the newest update and the one before it say as well, so that a long run keeps few of them."""
+        updates = [message for message in self._messages if isinstance(message, WeightUpdateSuccess)]
+        for update in updates[:-1]:
+            if set(update.servers) <= set(newest.servers):
+                self._messages.remove(update)
 
     def new(self) -> list[Finding]:
         """What has not been returned before. Empty if the last look was less than `every_s` ago."""

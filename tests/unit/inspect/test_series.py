@@ -32,6 +32,22 @@ def test_points_are_added_after_a_look_and_forgotten_when_a_file_begins_again() 
     assert series.of(ActorMetric.REWARD) == ([1], [1.0])
 
 
+def test_a_bounded_series_keeps_the_first_points_and_the_newest_half() -> None:
+    """`lag_max` ends with step 150, `ess` begins with step 180."""
+    series, whole = Series(200), Series()
+    for step in range(1, 402):
+        point = {"step": step, "entropy": step / 2} | ({"lag_max": step} if step <= 150 else {})
+        for one in (series, whole):
+            one.add("finetune", [point | ({"ess": step} if step >= 180 else {})])
+    # 201 points: those of steps 65 to 101 go. 201 again with step 238, 275, 312, 349 and 386: 37 go each time.
+    kept = [*range(1, 65), *range(287, 402)]
+    assert series.num_points("finetune") == len(kept)
+    assert series.of(TrainerMetric.ENTROPY) == (kept, [step / 2 for step in kept])
+    assert series.of(TrainerMetric.ESS) == (kept[64:], [float(step) for step in kept[64:]])
+    assert series.of(TrainerMetric.LAG_MAX) == (kept[:64], [float(step) for step in kept[:64]])
+    assert whole.num_points("finetune") == 401
+
+
 def test_parts_are_told_apart_by_the_text_in_the_name() -> None:
     series = Series(actor=[{"step": 4, "loop_blocked_s/math": 2.0}, {"step": 5, "loop_blocked_s/code": 1.0}])
     assert series.parts(ActorMetric.LOOP_BLOCKED_S) == {"math": ([4], [2.0]), "code": ([5], [1.0])}

@@ -11,7 +11,7 @@ from pipelinerl.inspect.why.watch import AlarmWatch, MetricsTail
 from pipelinerl.launcher.following import TopicFollower
 from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.observability.catalogue import TrainerMetric
-from pipelinerl.records import CalibrationExceeded, ProbeMissed, SamplesProcessed, TrainerMessage
+from pipelinerl.records import CalibrationExceeded, ProbeMissed, SamplesProcessed, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.evidence import config
 from tests.says import says
@@ -79,6 +79,15 @@ def test_new_tells_of_every_server_that_misses_the_same_version(tmp_path: Path) 
         watch.add_message(CalibrationExceeded(server=server, difference=0.5, limit=0.2))
         told.append([(alarm.title, alarm.about) for alarm in watch.new()])
     assert told == [[("calibration", name), ("stale server", name)] for name in "ab"] + [[], []]
+
+
+def test_a_long_run_keeps_few_updates_and_finds_the_lost_server(tmp_path: Path) -> None:
+    watch = AlarmWatch(tmp_path, config(), every_s=0.0)
+    for version in range(1, 2001):
+        servers = ("a", "b", "c") if version < 1000 else ("a", "b")
+        watch.add_message(WeightUpdateSuccess(version=version, servers=servers))
+        assert len(watch._messages) <= 4
+    assert [(alarm.title, alarm.about, alarm.step) for alarm in watch.new()] == [("server out of service", "c", 999)]
 
 
 def test_new_tells_an_alarm_once_whose_first_step_moves(tmp_path: Path) -> None:
