@@ -56,9 +56,10 @@ def self_imports(dotted: str) -> Iterator[str]:
 
     ``dotted``: a function of the package, which is not imported here.
     """
-    package = dotted.partition(".")[0]
+    package, *inner = dotted.split(".")[:-2] or [dotted.partition(".")[0]]
     found = importlib.util.find_spec(package) if package != "pipelinerl" else None
-    for folder in map(Path, (found and found.submodule_search_locations) or ()):
+    for top in map(Path, (found and found.submodule_search_locations) or ()):
+        folder = top.joinpath(*inner)  # of the domain: `package` may hold several
         for path in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(errors="replace", encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom):
@@ -70,5 +71,5 @@ def self_imports(dotted: str) -> Iterator[str]:
                 for name in names:
                     own = name.removeprefix(DOMAINS).split(".")[1:] if name.startswith(DOMAINS) else []
                     if own and (folder.joinpath(*own).is_dir() or folder.joinpath(*own).with_suffix(".py").is_file()):
-                        here = ".".join([package, *own])
+                        here = ".".join([package, *inner, *own])
                         yield f"{path}:{node.lineno} imports {name}, and the copy has it: write {here}"

