@@ -190,8 +190,22 @@ def _divided(cfg: Config, devices: int, scoring: int, given: tuple[str, ...] = (
         )
 
 
-def advice(balance: Balance, splits: Divisions) -> str:
-    """What to change in a run that is not balanced."""
+def cheaper_steps(cfg: Config, series: Series) -> str:
+    """What makes an optimizer step cheaper on the same devices."""
+    finetune, limit = cfg.finetune, cfg.llm.parameters.get("max_tokens")
+    _, inputs, trained = series.of(TrainerMetric.INPUT_TOKENS, TrainerMetric.TOKENS)
+    _, shared = series.of(TrainerMetric.SHARED_TOKENS)  # which older runs do not have
+    options = []
+    if computed := sum(inputs) - sum(shared):
+        prompts = "shorter prompts" if finetune.shares_prefixes else "finetune.share_prefixes=auto or shorter prompts"
+        options.append(f"{prompts} ({1 - sum(trained) / computed:.0%} of the tokens that it computes are not trained)")
+    if finetune.gradient_checkpointing not in (False, "auto"):
+        options.append("finetune.gradient_checkpointing=auto, which recomputes no more layers than memory asks for")
+    return ", ".join([*options, f"shorter answers (llm.parameters.max_tokens is {limit})"])
+
+
+def advice(balance: Balance, splits: Divisions, cheaper: str) -> str:
+    """What to change in a run that is not balanced. ``cheaper``: as of `cheaper_steps`."""
     if balance.narrow == "between":
         return (
             f"Raise max_lag_steps (it is {splits.max_lag_steps}); if lag is far below it, `pipelinerl timeline RUN` "
@@ -209,6 +223,8 @@ def advice(balance: Balance, splits: Divisions) -> str:
             f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts}); where a rollout worker uses "
             "a whole core, raise actor.rollout_workers or make the domain cheaper instead"
         )
+    if balance.narrow == "training":
+        return f"{words}. A step is cheaper with {cheaper}"
     return words
 
 
@@ -224,7 +240,7 @@ def balance_figures(run_dir: Path, cfg: Config) -> dict[str, Any] | None:
         "slots_held": balance.slots_held.mean,
         "generation_over_training": balance.ratio,
         "text": balance.text,
-        "advice": advice(balance, splits) if balance.narrow else "",
+        "advice": advice(balance, splits, cheaper_steps(cfg, series)) if balance.narrow else "",
     }
 
 

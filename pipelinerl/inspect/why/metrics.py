@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pipelinerl.actor.metrics import WINDOW as ROLLOUTS_IN_MEAN
 from pipelinerl.config.sections import Config
-from pipelinerl.inspect.balance import advice, balance_of
+from pipelinerl.inspect.balance import advice, balance_of, cheaper_steps
 from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson, worth_of
 from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.inspect.progress import last_at
@@ -381,7 +381,7 @@ def unbalanced(run: Evidence) -> Iterable[Finding]:
     balance = balance_of(run.series)
     if run.splits is not None and balance is not None and balance.narrow is not None:
         title = {"generation": "trainer waits", "training": "servers wait", "between": "both wait"}[balance.narrow]
-        yield Finding(Level.SLOW, title, balance.text, advice(balance, run.splits))
+        yield Finding(Level.SLOW, title, balance.text, advice(balance, run.splits, cheaper_steps(run.cfg, run.series)))
 
 
 METRICS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (

@@ -16,6 +16,7 @@ from pipelinerl.inspect.balance import (
     Share,
     balance_of,
     better_split,
+    cheaper_steps,
     share_of,
     splits_of,
 )
@@ -188,7 +189,7 @@ SPLITS = Divisions(
             "trainer waits",
             ("50%", "gives 0.50 of", "world.actor_fraction=5", "1.25 ×", "(it is 64)", "rollout_workers"),
         ),
-        (0.0, 0.5, "servers wait", ("keeps 50%", "up to 2.0 ×", "No other split")),
+        (0.0, 0.5, "servers wait", ("keeps 50%", "up to 2.0 ×", "No other split", "A step is cheaper with shorter")),
         (1.0, 0.5, "both wait", ("each side waits", "max_lag_steps (it is 3)")),
     ],
 )
@@ -200,6 +201,23 @@ def test_alarm_says_by_how_much_and_what_to_set_and_is_no_cause_of_not_learning(
     assert (alarm.title, alarm.step) == (name, None)
     assert [word for word in words if word not in alarm.line()] == [], alarm.line()
     assert causes(run) == []
+
+
+def test_cheaper_steps_names_the_prompts_share_recomputation_and_lengths() -> None:
+    """100 tokens, 40 of them shared, so 60 are computed, and 15 of them trained."""
+    points = [{"step": i, "input_tokens": 100, "shared_tokens": 40, "tokens": 15} for i in range(2)]
+    series, limit = Series(finetune=points), "llm.parameters.max_tokens is 64"
+
+    def of(*overrides: str, seen: Series = series) -> str:
+        required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "llm.parameters.max_tokens=64"]
+        return cheaper_steps(parse(compose("base", [*required, *overrides])), seen)
+
+    assert of("finetune.gradient_checkpointing=true") == (
+        "shorter prompts (75% of the tokens that it computes are not trained), finetune.gradient_checkpointing=auto, "
+        f"which recomputes no more layers than memory asks for, shorter answers ({limit})"
+    )
+    assert of("finetune.share_prefixes=off").startswith("finetune.share_prefixes=auto or shorter prompts (75%")
+    assert of(seen=Series(finetune=[])) == f"shorter answers ({limit})"
 
 
 def test_alarm_is_silent_in_a_balanced_run_and_where_the_split_is_not_asked_for() -> None:
