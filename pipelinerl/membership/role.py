@@ -50,6 +50,8 @@ EXIT_LEFT = 3
 """The role left the run on request."""
 EXIT_DISK_FULL = 4
 """The role could not write for lack of space, and can go on as soon as there is some."""
+SAYS_FULL = ("(os error 28)", "(os error 122)", "used memory > 'maxmemory'")
+"""What safetensors and redis say of no space, a quota and `maxmemory`, in errors without a number."""
 MODEL_POLL_S = 0.05
 """Longest delay of a role's start behind the end of the tiny model's builder."""
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
@@ -212,9 +214,11 @@ def _code_of(error: Exception) -> int:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether a full file system is the cause of this error."""
+    """Whether a full file system, or a full redis, is the cause of this error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(words in str(error) for words in SAYS_FULL):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from redis.exceptions import OutOfMemoryError
+from safetensors import SafetensorError
 
 from pipelinerl.config.keys import declared
 from pipelinerl.config.sections import LauncherSection
@@ -32,6 +34,14 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.ENOSPC, "No space left on device"), EXIT_DISK_FULL),
         (caused_by(StreamError("cannot append"), OSError(errno.ENOSPC, "full")), EXIT_DISK_FULL),
         (caused_by(CheckpointError("cannot be written"), OSError(errno.EDQUOT, "quota")), EXIT_DISK_FULL),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), EXIT_DISK_FULL),
+        (
+            caused_by(
+                StreamError("redis refused record 7"),
+                OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+            ),
+            EXIT_DISK_FULL,
+        ),
         (caused_by(StreamError("cannot append"), OSError(errno.EROFS, "read-only")), EXIT_FAILED),
         (ValueError("no"), EXIT_FAILED),
         (caused_by(ConfigError("no"), OSError(errno.ENOSPC, "full")), EXIT_REFUSED),
