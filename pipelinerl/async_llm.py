@@ -19,7 +19,17 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from pipelinerl.chat import ChatRenderer, ReadText, Rendered, Turn, answers_of, extend, history_of, is_fork, renderer_of
+from pipelinerl.chat import (
+    ChatRenderer,
+    ReadText,
+    Rendered,
+    Turn,
+    answers_of,
+    extend,
+    history_of,
+    left_turn,
+    renderer_of,
+)
 from pipelinerl.chat.continuation import History
 from pipelinerl.chat.images import check_expansion, images_of
 from pipelinerl.chat.reading import reader_of
@@ -329,8 +339,13 @@ def _prompt_tokens(
         raise DomainError("the prompt has neither messages nor token_ids")
     turns = llm.state.turns or ()
     extended = extend(renderer, turns, prompt.messages, history, prompt.tools, llm.chat_template_kwargs)
-    llm.state.num_forks += is_fork(turns, prompt.messages, history, extended[1] if extended else None)
-    return extended or (renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None)
+    rendered, continued = extended or (renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None)
+    left = left_turn(turns, prompt.messages, history, continued)
+    if left is not None and not rendered.images and len(rendered.token_ids) < len(left.prompt_ids):
+        llm.state.num_compacted += 1
+    else:
+        llm.state.num_forks += left is not None
+    return rendered, continued
 
 
 def _hinted_ids(

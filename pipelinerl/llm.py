@@ -266,7 +266,9 @@ class RolloutState:
     """A text of the problem that a teacher sees after the last user message, and the policy does not."""
     num_calls: int = 0
     num_forks: int = 0
-    """Prompts that left sampled tokens of their conversation behind (``chat.is_fork``)."""
+    """Prompts that left sampled tokens of their conversation behind (``chat.left_turn``)."""
+    num_compacted: int = 0
+    """Such prompts that are shorter than the one before them in their conversation, in the place of a fork."""
     sent_tokens: int = 0
     """Prompt tokens of all calls. The server took ``cached_tokens`` of them from its prefix cache."""
     cached_tokens: int = 0

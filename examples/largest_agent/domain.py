@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
 from examples.largest_agent.agent import answer_question
 from pipelinerl.agents import record_agent, run_agent_process
@@ -22,10 +22,10 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs the agent that is a function with the official client."""
-    # On loopback there is no proxy, and no TLS to verify: making the default TLS context would cost more than the
-    # rollout.
-    async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False, trust_env=False) as http:
-        client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=http, max_retries=0)
+    async with record_agent(llm, session) as agent:
+        client = AsyncOpenAI(
+            base_url=agent.base_url, api_key=agent.api_key, http_client=agent.http_client, max_retries=0
+        )
         number = await answer_question(client, problem["question"])
         reward, success = reward_of(number, problem["answer"])
         return agent.result(

@@ -243,6 +243,7 @@ class Executor:
             sent_tokens=llm.state.sent_tokens,
             cached_tokens=llm.state.cached_tokens,
             num_forks=llm.state.num_forks,
+            num_compacted=llm.state.num_compacted,
             fallback_version=start.version,
             seq_length=self._rules.seq_length,
             rewards=self._rules.rewards,

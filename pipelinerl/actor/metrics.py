@@ -44,6 +44,7 @@ class _Seen:
     cached_tokens: int
     num_unmerged_turns: int
     num_forks: int
+    num_compacted: int
     cut: bool
     num_versions: int
 
@@ -178,6 +179,7 @@ class ActorMetrics:
             / max(1, sum(seen.sent_tokens for seen in recent)),
             ActorMetric.UNMERGED_TURNS: sum(seen.num_unmerged_turns for seen in recent) / count,
             ActorMetric.FORKS: sum(seen.num_forks for seen in recent) / count,
+            ActorMetric.COMPACTED: sum(seen.num_compacted for seen in recent) / count,
             ActorMetric.CUT_BY_LENGTH: sum(seen.cut for seen in recent) / count,
         }
         values |= _domain_spread(recent) | _domain_means(recent)
@@ -233,6 +235,7 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
         cached_tokens=rollout.cached_tokens,
         num_unmerged_turns=rollout.num_unmerged_turns,
         num_forks=rollout.num_forks,
+        num_compacted=rollout.num_compacted,
         cut=any(sequence.has_cut for sequence in rollout.sequences),
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
     )

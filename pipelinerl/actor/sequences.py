@@ -52,6 +52,7 @@ def to_rollout(
     sent_tokens: int = 0,
     cached_tokens: int = 0,
     num_forks: int = 0,
+    num_compacted: int = 0,
     fallback_version: int,
     seq_length: int,
     rewards: RewardMode = "rollout",
@@ -62,6 +63,7 @@ def to_rollout(
         attempt: index of the attempt in its group.
         sent_tokens: prompt tokens of all its calls. ``cached_tokens`` of them came from the server's prefix cache.
         num_forks: calls among them that left sampled tokens of their conversation behind.
+        num_compacted: calls among them that did so with a shorter prompt than before.
         fallback_version: oldest possible weight version, for tokens of a text that the domain built itself.
         seq_length: largest number of tokens of a training sequence.
         rewards: reward mode of a result that sets none.
@@ -94,6 +96,7 @@ def to_rollout(
         cached_tokens=cached_tokens,
         num_unmerged_turns=max(0, len(merged) - 1),
         num_forks=num_forks,
+        num_compacted=num_compacted,
         rewards=mode,
         text_rewards=() if mode == "rollout" else rewards_t,
         images=images,

@@ -72,7 +72,7 @@ class ChatCompletions:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in body["messages"]]
         return ChatRequest(
             messages=messages,
-            tools=(request.tools or None) if request.tool_choice != "none" else None,
+            tools=_tools(request) or None,
             parameters=body,
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -127,6 +127,17 @@ class ChatCompletions:
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": new_id("chatcmpl-"), "object": kind, "created": now(), "model": self._model}
+
+
+def _tools(request: _ChatBody) -> list[dict[str, Any]]:
+    """Returns the tools as the template shows them: without `strict`, which asks the sampler for a constraint."""
+    tools = request.tools if request.tool_choice != "none" else None
+    return [
+        tool | {"function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+        if isinstance(tool.get("function"), dict)
+        else tool
+        for tool in tools or ()
+    ]
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:

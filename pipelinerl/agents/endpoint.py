@@ -13,7 +13,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -29,6 +30,9 @@ from pipelinerl.chat.images import images_of
 from pipelinerl.errors import DomainError, PipelineRLError, ServerError, TransportError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+if TYPE_CHECKING:
+    from openai import DefaultAsyncHttpxClient
 
 MAX_BODY_BYTES = 16 * 2**20
 """Longest request: a text of millions of tokens, or some ten photographs."""
@@ -50,6 +54,15 @@ class RecordedAgent:
         self.calls: list[LLMCall] = []
         self._session = session
         self._started = time.monotonic()
+
+    @cached_property
+    def http_client(self) -> "DefaultAsyncHttpxClient":
+        """For all asynchronous clients of OpenAI and Anthropic in the rollout, which closes it."""
+        from openai import DefaultAsyncHttpxClient
+
+        # On loopback there is no proxy, and no TLS to verify: the default TLS context costs 20 ms. No time limit, since
+        # a client would repeat a long answer: the rollout has its own.
+        return DefaultAsyncHttpxClient(verify=False, trust_env=False, timeout=None)
 
     @property
     def anthropic_base_url(self) -> str:
@@ -119,7 +132,7 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
     Example::
 
         async with record_agent(llm, session) as agent:
-            client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key)
+            client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=agent.http_client)
             answer = await my_agent(client, problem)
             return agent.result(reward=score(answer), success=score(answer) == 1)
     """
@@ -144,6 +157,8 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
         agent.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         yield agent
     finally:
+        if "http_client" in vars(agent):
+            await agent.http_client.aclose()
         await runner.cleanup()
 
 

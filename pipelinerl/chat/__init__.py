@@ -4,7 +4,7 @@
 `reading` reads thoughts and tool calls.
 """
 
-from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, is_fork
+from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, left_turn
 from pipelinerl.chat.families import renderer_of
 from pipelinerl.chat.reading import ReadText
 from pipelinerl.chat.rendering import ChatRenderer, Rendered, plain_message
@@ -17,7 +17,7 @@ __all__ = [
     "answers_of",
     "extend",
     "history_of",
-    "is_fork",
+    "left_turn",
     "plain_message",
     "renderer_of",
 ]

@@ -97,14 +97,17 @@ def extend(
     return None
 
 
-def is_fork(turns: Sequence[Turn], messages: Sequence[dict], history: History, continued: Turn | None) -> bool:
-    """Whether a prompt leaves sampled tokens of its conversation behind.
+def left_turn(turns: Sequence[Turn], messages: Sequence[dict], history: History, continued: Turn | None) -> Turn | None:
+    """Returns the newest turn of the conversation whose sampled tokens a prompt leaves behind. None: it leaves none.
 
-    That is so if an answer in it was edited or left out, or an earlier message or the tools changed after an answer.
+    It does if an answer in it was edited or left out, or an earlier message or the tools changed after an answer.
     """
-    if continued is not None:
-        return any(message.get("role") == "assistant" for message in messages[len(continued.history) + 1 :])
-    return any(len(history) > len(turn.history) and history[: len(turn.history)] == turn.history for turn in turns)
+    if continued is None:
+        begun = next((turn.history for turn in turns if history[: len(turn.history)] == turn.history != history), None)
+    else:
+        is_fork = any(message.get("role") == "assistant" for message in messages[len(continued.history) + 1 :])
+        begun = continued.history if is_fork else None
+    return None if begun is None else next(t for t in reversed(turns) if t.history[: len(begun)] == begun)
 
 
 def _continues(history: History, turn: Turn) -> bool:

@@ -129,6 +129,11 @@ class ActorMetric(Metric):
         "calls",
         "of a rollout whose prompt changed its conversation's history, so that tokens are read again",
     )
+    COMPACTED = (
+        "compacted",
+        "calls",
+        "of a rollout whose prompt changed its conversation's history and is shorter than before: no fork",
+    )
     ANSWERS_FROM_JOURNAL = (
         "answers_from_journal",
         "answers",

@@ -85,6 +85,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The images that its sequences show, each once, as encoded files (PNG, JPEG, …)."""
     num_forks: int = 0
     """LLM calls whose prompt left sampled tokens of their own conversation behind: an answer in it was edited, say."""
+    num_compacted: int = 0
+    """Such calls with a shorter prompt than before, because a harness compacted its history. They are no forks."""
     answers_from_journal: int = 0
     """LLM calls that were answered before a crash, and not sampled again (`actor.answer_journal`)."""
     diverged: bool = False

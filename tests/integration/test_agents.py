@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import anthropic
 import openai
 import psutil
 import pytest
@@ -60,6 +61,20 @@ async def test_record_agent_streaming_client_with_tools_yields_exact_tokens():
     assert second_text.input_ids[: len(first_text.input_ids)] == first_text.input_ids
     assert second_text.output_text == "it is 3<|im_end|>"
     assert [text.reward for text in result.training_texts] == [1.0, 1.0]
+
+
+async def test_clients_of_a_rollout_share_an_http_client_that_ends_with_it(monkeypatch):
+    monkeypatch.setattr("httpcore2.default_ssl_context", None)  # costs 20 ms
+    messages = [{"role": "user", "content": "hi"}]
+    async with aiohttp.ClientSession() as session, record_agent(scripted("a", "b"), session) as agent:
+        shared = {"api_key": agent.api_key, "http_client": agent.http_client}
+        for client in (
+            openai.AsyncOpenAI(base_url=agent.base_url, **shared).chat.completions,
+            anthropic.AsyncAnthropic(base_url=agent.anthropic_base_url, **shared).messages,
+        ):
+            await client.create(model="m", messages=messages, max_tokens=9)
+    assert len(agent.calls) == 2
+    assert agent.http_client.is_closed
 
 
 async def test_run_agent_synchronous_client_runs_in_a_thread():

@@ -365,6 +365,55 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
             assert response.status == 200, await response.text()
 
 
+FORCED = {"type": "function", "function": {"name": "add"}}
+STRICT = {"type": "function", "function": {**CHAT_TOOL["function"], "strict": True}}
+THINKS = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        (
+            "chat/completions",
+            {"messages": HI, "tools": [CHAT_TOOL]},
+            [{"tool_choice": "required"}, {"tool_choice": FORCED}, {"tools": [STRICT]}, {"parallel_tool_calls": False}],
+        ),
+        (
+            "messages",
+            {"max_tokens": 9, "messages": HI, "tools": [ANTHROPIC_TOOL]},
+            [
+                {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+                {"tool_choice": {"type": "tool", "name": "add"}},
+                {"tools": [ANTHROPIC_TOOL | {"strict": True}], "thinking": THINKS},
+            ],
+        ),
+        (
+            "responses",
+            {"input": "hi", "tools": [RESPONSES_TOOL]},
+            [
+                {"tool_choice": "required", "parallel_tool_calls": False},
+                {"tool_choice": {"type": "function", "name": "add"}},
+                {"tools": [RESPONSES_TOOL | {"strict": True}], "reasoning": {"effort": "low"}},
+            ],
+        ),
+    ],
+)
+async def test_wishes_for_tools_change_neither_prompt_nor_sampling(path: str, body: dict, ignored: list[dict]) -> None:
+    """As docs/guides/agent.md says. The choice `none` alone hides the tools."""
+    none = {"tool_choice": {"type": "none"} if path == "messages" else "none"}
+    without = {name: value for name, value in body.items() if name != "tools"}
+    asked = [body, *(body | one for one in ignored), body | none, without]
+    async with recording(*("x" * len(asked))) as agent, aiohttp.ClientSession() as session:
+        for one in asked:
+            headers = {"Authorization": f"Bearer {agent.api_key}"}
+            async with session.post(f"{agent.base_url}/{path}", json=one, headers=headers) as response:
+                assert response.status == 200, await response.text()
+    prompts = [call.texts[0] for call in agent.calls]
+    assert set(prompts[:-2]) == {prompts[0]}
+    assert prompts[-2] == prompts[-1] != prompts[0]
+    assert all(call.llm_info["parameters"].keys() <= {"temperature", "max_tokens"} for call in agent.calls)
+
+
 async def test_cancelled_request_is_neither_recorded_nor_continued_and_its_retry_is() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
     told = iter(["never read", "read", "and so on"])

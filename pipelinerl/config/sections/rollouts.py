@@ -102,7 +102,7 @@ class ActorSection(Section):
         1, "asyncio processes that run rollouts. More help when the domain computes", may_change=True
     )
     rollout_timeout_s: PositiveFloat = key(
-        3600, "a rollout that takes longer counts as failed; the answer that then grows is awaited", may_change=True
+        900, "a rollout that takes longer counts as failed; the answer that then grows is awaited", may_change=True
     )
     request_timeout_s: PositiveFloat = key(
         1800, "seconds without a new token after which a request counts as failed", may_change=True

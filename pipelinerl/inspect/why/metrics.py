@@ -179,7 +179,7 @@ def forked_conversations(run: Evidence) -> Iterable[Finding]:
             "their conversation: all is computed again"
         )
         fix = (
-            "Let the agent only append to its messages and keep its tools, or compact its history rarely; if it "
+            "Let the agent only append to its messages and keep its tools, or change its history to shorten it; if it "
             "does, the model's chat template refuses the order of messages (llm.chat_template)"
         )
         yield Finding(Level.SYMPTOM, "forked conversations", text, fix, step=seen.since)

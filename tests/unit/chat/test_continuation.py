@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -22,8 +23,9 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import GenerateRequest, LLMCall, Prompt, RolloutState, TrainableLLM
+from pipelinerl.preprocess.samples import Shaping, sequence_advantages
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import BaseMetrics, CallTokens, RolloutResult
+from pipelinerl.rollouts import BaseMetrics, CallTokens, RolloutResult, apply_rollout_reward
 
 NO_SESSION: aiohttp.ClientSession = None  # type: ignore[assignment]
 TOOL = {
@@ -399,6 +401,44 @@ async def test_prompt_that_changes_its_history_is_counted_and_right(
     begun = sampler.prompts[0] + sampler.sampled[0]
     whole = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert (sampler.prompts[1] == whole, sampler.prompts[1][: len(begun)] == begun) == (rendered, not rendered)
+
+
+async def test_compacted_history_is_no_fork_and_its_sampled_summary_earns_the_rollouts_reward() -> None:
+    """The harness has the model sum up, and goes on with the task and the summary alone. Later it edits an answer."""
+    llm, sampler = policy(FAMILIES["qwen2.5"])
+    sampler.end = "<|im_end|>"
+    calls: list[LLMCall] = []
+
+    async def say(text: str, messages: list[dict]) -> list[dict]:
+        sampler.next = text
+        calls.append(await llm_async_generate(llm, Prompt(messages=messages), NO_SESSION))
+        return [*messages, calls[-1].output.to_message()]
+
+    messages = await say("one", [ASKED])
+    messages = await say("two", [*messages, {"role": "user", "content": "a tool's long result " * 9}])
+    await say("they were one and two", [*messages, {"role": "user", "content": "Sum up."}])
+    messages = await say("three", [ASKED, {"role": "user", "content": "So far: they were one and two"}])
+    assert (llm.state.num_compacted, llm.state.num_forks) == (1, 0)
+    messages = await say("four", [*messages, NEXT])
+    assert (llm.state.num_compacted, llm.state.num_forks) == (1, 0), "the compacted conversation goes on"
+    messages[2]["content"] = "edited"
+    await say("five", [*messages, NEXT])
+    assert (llm.state.num_compacted, llm.state.num_forks) == (1, 1)
+
+    metrics = BaseMetrics(reward=0.25, success=True, no_error=True, no_answer=False)
+    texts = apply_rollout_reward([make_training_text(llm, call) for call in calls], 0.25)
+    result = RolloutResult(training_texts=texts, metrics=metrics, latency=0.0)
+    rollout = to_rollout(
+        result, attempt=0, latency_s=0.0, num_llm_calls=6, num_compacted=1, fallback_version=0, seq_length=10**6
+    )
+    assert (rollout.reward, rollout.num_compacted) == (0.25, 1)
+    first, *_ = rollout.sequences
+    start, end, _ = first.spans[2]
+    assert first.token_ids[start:end].tolist() == sampler.sampled[2], "the summary is trained"
+    better = msgspec.structs.replace(rollout, attempt=1, reward=0.75)
+    worse_n, better_n = sequence_advantages([rollout, better], Shaping(seq_length=10**6))
+    assert len(rollout.sequences) == 3
+    assert (worse_n.tolist(), better_n.tolist()) == ([-0.5] * 3, [0.5] * 3)
 
 
 @pytest.mark.parametrize(("renderer", "forks"), [("", 0), ("qwen3", 1)])

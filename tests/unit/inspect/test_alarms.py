@@ -164,7 +164,7 @@ def test_forked_conversations_names_its_step_and_the_share_of_calls() -> None:
     (alarm,) = found(actor=forking)
     assert (alarm.title, alarm.step) == ("forked conversations", 30)
     assert re.search(says("3.0 of 8.0", "llm.chat_template"), alarm.line())
-    assert found(actor=points(forks=[0.25] * N, llm_calls=[8.0] * N)) == []
+    assert found(actor=points(forks=[0.25] * N, compacted=[3.0] * N, llm_calls=[8.0] * N)) == []
 
 
 def test_mismatch_names_the_age_of_the_tokens_or_the_numerics() -> None:
