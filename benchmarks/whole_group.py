@@ -12,11 +12,7 @@ async def run_whole_group(executor: Executor, start: StartGroup) -> GroupFinishe
     async def collect(outcome: Rollout | Failure) -> None:
         outcomes.append(outcome)
 
-    aborted_requests = await executor.stream_group(start, collect)
+    ended = await executor.stream_group(start, collect)
     rollouts = (outcome for outcome in outcomes if isinstance(outcome, Rollout))
-    return GroupFinished(
-        task_id=start.task_id,
-        rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.attempt)),
-        failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
-        aborted_requests=aborted_requests,
-    )
+    failures = (outcome for outcome in outcomes if isinstance(outcome, Failure))
+    return GroupFinished.of(ended, sorted(rollouts, key=lambda rollout: rollout.attempt), failures)

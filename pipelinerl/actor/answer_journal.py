@@ -4,7 +4,8 @@
 
 One file per attempt, in folder ``answers`` of the actor's job. A frame's offset is its number in the file. The
 first damaged frame ends the file. A play that begins with recorded answers notes PLAYED behind them: after
-``MAX_PLAYS`` notes the attempt is sampled anew, because its answers may end its machine each time.
+``MAX_PLAYS`` notes the attempt is sampled anew, because its answers may end its machine each time. The judgement of a
+whole group is one frame of RecordedJudgement in a file of its own.
 """
 
 import asyncio
@@ -22,9 +23,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from pipelinerl.actor.messages import JUDGEMENT
 from pipelinerl.actor.router import GroupRoute
 from pipelinerl.errors import StreamError, TransportError
 from pipelinerl.llm import GenerateRequest, TrainableLLM, Transport
+from pipelinerl.records import Rollout
 from pipelinerl.records.answers import Completion
 from pipelinerl.rollouts import CallTokens
 from pipelinerl.streams.codec import Codec
@@ -64,7 +67,17 @@ class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether the attempt waited for another answer at the same time."""
 
 
+class RecordedJudgement(msgspec.Struct, frozen=True):
+    """The rewards of a group by its domain's `judge_group`."""
+
+    key: bytes
+    """``judgement_key`` of the rollouts."""
+    rewards: dict[int, float]
+    """By attempt."""
+
+
 _codec: Codec[RecordedAnswer] = Codec(RecordedAnswer)
+_judgements: Codec[RecordedJudgement] = Codec(RecordedJudgement)
 _reading, _writing = ThreadPoolExecutor(1, "answers_read"), ThreadPoolExecutor(1, "answers_written")
 
 
@@ -79,6 +92,15 @@ def request_key(request: GenerateRequest) -> bytes:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(prompt)
     digest.update(body)
+    return digest.digest()
+
+
+def judgement_key(rollouts: Iterable[Rollout]) -> bytes:
+    """Returns a digest of what was sampled: attempts and tokens."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for rollout in rollouts:
+        tokens = [sequence.token_ids.tobytes() for sequence in rollout.sequences]
+        digest.update(msgspec.msgpack.encode((rollout.attempt, tokens)))
     return digest.digest()
 
 
@@ -173,7 +195,7 @@ def _read(content: bytes) -> tuple[list[RecordedAnswer], int, int]:
     return answers, end, plays
 
 
-async def _written(function: Callable[..., None], *args: Any) -> None:
+async def _written(function: Callable[..., object], *args: Any) -> None:
     """Runs a function that writes. Raises ``TimeoutError`` when it takes too long: it may still run then."""
     writing = asyncio.get_running_loop().run_in_executor(_writing, function, *args)
     await asyncio.wait_for(writing, WRITE_TIMEOUT_S)
@@ -203,13 +225,39 @@ class AnswerJournal:
             log.warning("event=answers_not_recorded group=%s reason=disk_timeout", group_id)
             return {}
 
+    async def judgement(self, group_id: str, key: bytes) -> dict[int, float] | None:
+        """Returns the recorded rewards of a group. None: there are none for rollouts of this key."""
+
+        def read() -> RecordedJudgement | None:
+            try:
+                frame = parse_frame(self._path(group_id, JUDGEMENT).read_bytes(), 0, 0)
+                return None if frame is None else _judgements.decode(frame.payload)
+            except (OSError, StreamError):
+                return None
+
+        with contextlib.suppress(TimeoutError):
+            reading = asyncio.get_running_loop().run_in_executor(_reading, read)
+            found = await asyncio.wait_for(reading, READ_TIMEOUT_S)
+            if found is not None and found.key == key:
+                return found.rewards
+        return None
+
+    async def record_judgement(self, group_id: str, judgement: RecordedJudgement) -> None:
+        """Records the rewards of a group. A disk that fails or is slow costs their record alone."""
+        path, frame = self._path(group_id, JUDGEMENT), _frame(0, _judgements.encode(judgement))
+        try:
+            await _written(path.write_bytes, frame)
+        except (OSError, TimeoutError) as error:
+            log.warning("event=judgement_not_recorded file=%s reason=%r", path, error)
+
     def remove(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of attempts that no worker plays, before they are played anew."""
         _remove([self._path(group_id, attempt) for attempt in attempts])
 
     def resolve(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of a group that is published or dropped, in another thread. ``flush`` awaits it."""
-        self._removing = _writing.submit(_remove, [self._path(group_id, attempt) for attempt in attempts])
+        paths = [self._path(group_id, attempt) for attempt in (*attempts, JUDGEMENT)]
+        self._removing = _writing.submit(_remove, paths)
 
     def flush(self) -> None:
         """Waits until the answers of resolved groups are removed."""

@@ -6,7 +6,7 @@ A failure is typed and never becomes a reward, even if the domain's code swallow
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,23 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
-from pipelinerl.actor.answer_journal import AnswerJournal, AttemptFile, AttemptTransport
+from pipelinerl.actor.answer_journal import (
+    AnswerJournal,
+    AttemptFile,
+    AttemptTransport,
+    RecordedJudgement,
+    judgement_key,
+)
 from pipelinerl.actor.growth import FOLLOW_S, Growth
-from pipelinerl.actor.messages import Failure, FromWorker, GroupEnded, RolloutDone, RolloutFailed, StartGroup
+from pipelinerl.actor.messages import (
+    JUDGEMENT,
+    Failure,
+    FromWorker,
+    GroupEnded,
+    RolloutDone,
+    RolloutFailed,
+    StartGroup,
+)
 from pipelinerl.actor.router import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.actor.servers import ServerLoads
@@ -29,11 +43,14 @@ from pipelinerl.llm import RolloutState, TrainableLLM, Transport
 from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
 from pipelinerl.records.drops import DropReason
-from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, check_named_rewards
+from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, check_named_rewards, finite
 
 log = logging.getLogger(__name__)
 
 RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
+JudgeFunction = Callable[[DictConfig, dict, list[RolloutResult], aiohttp.ClientSession], Awaitable[Sequence[float]]]
+"""A domain's `judge_group`."""
+Played = tuple[RolloutResult, Rollout]
 TakeOutcome = Callable[[Rollout | Failure], Awaitable[None]]
 
 
@@ -46,6 +63,8 @@ class RolloutRules:
     rewards: RewardMode = "rollout"
     named_rewards: tuple[str, ...] = ()
     """Metrics that every training rollout reports, because they are its rewards."""
+    max_failed: int = 0
+    """Attempts that a group may lose and still be judged and trained."""
     hinted: frozenset[int] = frozenset()
     """Indices of the domains whose teacher sees the problem's `hint`."""
 
@@ -98,6 +117,7 @@ class Executor:
         llms: language models for training and for evaluation.
         answers: journal of the answers of training problems. None: nothing outlives a crash.
         session: what the functions get for their own requests. None: the client's.
+        judges: `judge_group` of the domains that judge whole groups, by index of the domain.
     """
 
     def __init__(
@@ -109,28 +129,34 @@ class Executor:
         rules: RolloutRules,
         answers: AnswerJournal | None = None,
         session: aiohttp.ClientSession | None = None,
+        judges: Mapping[int, JudgeFunction] | None = None,
     ):
         self._cfg = cfg
         self._functions = functions
         self._train_llm, self._eval_llm = llms
         self._client, self._rules, self._answers = client, rules, answers
-        self._session = session or client.session
+        self._session, self._judges = session or client.session, judges or {}
         self._policy = JoinPolicy()
         self._domains: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self.servers = ServerLoads()
         self.ended = 0
         """Attempts at training problems that have ended."""
 
-    async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
-        """Reports every attempt as it ends. Returns how many requests ended without a completion."""
+    async def stream_group(self, start: StartGroup, report: TakeOutcome) -> GroupEnded:
+        """Reports every attempt as it ends, then judges the group if the domain judges whole groups."""
         route = GroupRoute(self.servers, self._client, len(start.attempts), start.version)
         join_limit = min(len(start.attempts), self._client.limits.max_completions)
         temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
         transport = GroupTransport(route, self._policy, join_limit, temperature)
         files: dict[int, AttemptFile] = {}
+        judge = None if start.evaluation else self._judges.get(start.domain)
+        played: dict[int, Played] = {}
 
         async def run(attempt: int, server_url: str) -> None:
-            outcome = await self._run_attempt(start, attempt, server_url, route, transport, files.get(attempt))
+            results: list[RolloutResult] = []
+            outcome = await self._run_attempt(start, attempt, server_url, route, transport, files.get(attempt), results)
+            if judge is not None and isinstance(outcome, Rollout):
+                played[attempt] = results[-1], outcome
             route.end_attempt()
             self.ended += not start.evaluation
             await report(outcome)  # a slow reader slows the rollouts down instead of filling memory
@@ -144,7 +170,17 @@ class Executor:
                     self._domains[group.create_task(run(attempt, server.url))] = start.domain
         finally:
             transport.close()
-        return route.aborted_requests
+        ended = GroupEnded(task_id=start.task_id, aborted_requests=route.aborted_requests)
+        if judge is None:
+            return ended
+        if not played or len(start.attempts) - len(played) > self._rules.max_failed:
+            return msgspec.structs.replace(ended, rewards={})
+        judging = asyncio.ensure_future(self._judge(start, judge, [played[attempt] for attempt in sorted(played)]))
+        self._domains[judging] = start.domain
+        judged = await judging
+        if isinstance(judged, Failure):
+            return msgspec.structs.replace(ended, rewards={}, failure=judged)
+        return msgspec.structs.replace(ended, rewards=judged)
 
     def domain_of(self, task: asyncio.Task[Any]) -> int | None:
         """Returns the index of the domain whose attempt the task runs. None: it runs none. For any thread."""
@@ -158,12 +194,17 @@ class Executor:
         route: GroupRoute,
         transport: GroupTransport,
         file: AttemptFile | None,
+        results: list[RolloutResult],
     ) -> Rollout | Failure:
-        """Plays an attempt, first with its recorded answers. If its requests differ, it starts anew without them."""
+        """Plays an attempt, first with its recorded answers. If its requests differ, it starts anew without them.
+
+        ``results``: gets what the domain's function returns.
+        """
 
         async def play(carrier: Transport, oldest: int) -> Rollout | Failure:
             llm = self._llm(start, attempt, carrier, server_url)
-            return await self._play(msgspec.structs.replace(start, version=oldest), attempt, llm, route, transport)
+            begun = msgspec.structs.replace(start, version=oldest)
+            return await self._play(begun, attempt, llm, route, transport, results)
 
         if file is None:
             return await play(transport, start.version)
@@ -182,7 +223,13 @@ class Executor:
         return msgspec.structs.replace(played, answers_from_journal=recording.num_taken, diverged=diverged)
 
     async def _play(
-        self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute, transport: GroupTransport
+        self,
+        start: StartGroup,
+        attempt: int,
+        llm: TrainableLLM,
+        route: GroupRoute,
+        transport: GroupTransport,
+        results: list[RolloutResult],
     ) -> Rollout | Failure:
         function = self._functions[start.domain]
         started, began = time.monotonic(), time.time_ns()
@@ -197,19 +244,62 @@ class Executor:
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
             if not isinstance(rollout, Rollout):
                 return rollout
+            results.append(result)
             spans.record("rollout", trace, began, root=True, reward=rollout.reward, evaluation=start.evaluation)
             used = route.used
             return msgspec.structs.replace(rollout, servers=tuple(used), probes_missed=tuple(used.values()))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            cause = llm.state.failure or error
-            if deadline.expired():
-                cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
-            reason = failures.classify(cause)
-            detail = failures.describe_failure(cause, function_name(function), start.problem)
-            spans.record("rollout", trace, began, failed=reason)
-            return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
+            failure = self._failure(llm.state.failure or error, deadline, function, start, attempt, started)
+            spans.record("rollout", trace, began, failed=failure.reason)
+            return failure
+
+    async def _judge(self, start: StartGroup, judge: JudgeFunction, played: list[Played]) -> dict[int, float] | Failure:
+        """Returns the rewards of the rollouts by attempt, from the journal if they were judged before a crash."""
+        rollouts = [rollout for _, rollout in played]
+        key, started = judgement_key(rollouts), time.monotonic()
+        if self._answers is not None:
+            recorded = await self._answers.judgement(start.group_id, key)
+            if recorded is not None:
+                return recorded
+        try:
+            async with asyncio.timeout(self._rules.timeout_s) as deadline:
+                if any(rollout.rewards != "rollout" for rollout in rollouts):
+                    raise DomainError("it gives one reward per rollout, but the texts of its rollouts have their own")
+                given = list(await judge(self._cfg, start.problem, [result for result, _ in played], self._session))
+            if len(given) != len(rollouts):
+                raise DomainError(f"it returned {len(given)} rewards for {len(rollouts)} rollouts: give each its own")
+            rewards = {
+                rollout.attempt: finite(f"its reward of rollout {i}", reward)
+                for i, (rollout, reward) in enumerate(zip(rollouts, given, strict=True))
+            }
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            return self._failure(error, deadline, judge, start, JUDGEMENT, started)
+        if self._answers is not None:
+            await self._answers.record_judgement(start.group_id, RecordedJudgement(key, rewards))
+        return rewards
+
+    def _failure(
+        self,
+        cause: BaseException,
+        deadline: asyncio.Timeout,
+        function: Callable,
+        start: StartGroup,
+        attempt: int,
+        started: float,
+    ) -> Failure:
+        """Describes why a function of the domain failed. ``started``: monotonic, in seconds."""
+        if deadline.expired():
+            cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
+        return Failure(
+            attempt=attempt,
+            reason=failures.classify(cause),
+            detail=failures.describe_failure(cause, function_name(function), start.problem),
+            latency_s=time.monotonic() - started,
+        )
 
     def _hint(self, start: StartGroup) -> str | None:
         if start.evaluation or start.domain not in self._rules.hinted:
@@ -291,6 +381,5 @@ class GroupTasks:
             else:
                 await self._send(RolloutFailed(task_id=task_id, failure=outcome))
 
-        aborted_requests = await self._executor.stream_group(start, report)
-        await self._send(GroupEnded(task_id=task_id, aborted_requests=aborted_requests))
+        await self._send(await self._executor.stream_group(start, report))
         self._groups.pop(task_id, None)

@@ -61,6 +61,8 @@ class TrainingGroup(Work):
     """Failures since its attempts were last started."""
     refused: Counter[str] = field(default_factory=Counter)
     """Server → rollouts that are not used, because it missed the weight probe for them."""
+    judged: bool = False
+    """Whether its domain judges it as a whole, so that its rollouts are made together."""
     reissues: int = 0
     finished: float = 0.0
     """When its last rollout ended, monotonic seconds."""
@@ -128,6 +130,7 @@ class TrainingGroups:
         assert isinstance(group, TrainingGroup)
         group.rollouts.extend(ended.rollouts)
         group.failed.extend(ended.failures)
+        group.judged |= ended.judged
         self._sort_in(group)
 
     def refuse(self, misses: Sequence[ProbeMissed]) -> list[Failure]:
@@ -160,7 +163,11 @@ class TrainingGroups:
         if worst.reason.repeats and group.reissues < self._rules.max_reissues:
             self._metrics.retried()
             group.reissues += 1
-            group.narrow(tuple(sorted(failure.attempt for failure in failed)))
+            if group.judged:  # the others get their answers from the journal: not sampling, but judging is repeated
+                group.rollouts = []
+                group.narrow(tuple(range(self._rules.attempts)))
+            else:
+                group.narrow(tuple(sorted(failure.attempt for failure in failed)))
             is_first = group.reissues == 1
             anew = [failure.attempt for failure in failed if not (is_first and failure.reason.keeps_answers)]
             self._journal.forget_answers(group.start.group_id, anew)

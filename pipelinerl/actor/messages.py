@@ -1,7 +1,7 @@
 """The messages between the actor and its workers, sent as msgpack over a ``connection``: one per rollout that ends."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PICTURE = "pipelinerl_picture"
 """Key of a mapping that stands for an image on its way."""
+JUDGEMENT = -1
+"""In place of an attempt's number: the judgement of the whole group by its domain's `judge_group`."""
 QUICK = 1
 """Compression level: the file lives for one message."""
 FORMATS = dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG") | dict.fromkeys(
@@ -72,9 +74,10 @@ ToWorker = Servers | StartGroup | Cancel | Stop
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without a result. It never becomes a reward."""
+    """An attempt without a result, or a group without a judgement. It never becomes a reward."""
 
     attempt: int
+    """Or ``JUDGEMENT``."""
     reason: DropReason
     detail: str
     latency_s: float = 0.0
@@ -102,6 +105,10 @@ class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     task_id: int
     aborted_requests: int = 0
     """Requests that ended without a completion, repeated or not."""
+    rewards: dict[int, float] | None = None
+    """By attempt, from the domain's `judge_group`. Empty: it was not judged. None: each rollout has its own."""
+    failure: Failure | None = None
+    """Why the judgement failed. None: it did not, or an attempt failed before it."""
 
 
 class Blocked(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +154,26 @@ class GroupFinished:
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...]
     aborted_requests: int = 0
+    judged: bool = False
+    """Whether the domain judges whole groups."""
+
+    @staticmethod
+    def of(ended: GroupEnded, rollouts: Iterable[Rollout], failures: Iterable[Failure]) -> "GroupFinished":
+        """Joins what a worker reported. Rollouts that wait for a judgement which there is not are left out."""
+        rewards = ended.rewards
+        if rewards is not None:
+            rollouts = [_rewarded(rollout, rewards[rollout.attempt]) for rollout in rollouts if rewards]
+        return GroupFinished(
+            task_id=ended.task_id,
+            rollouts=tuple(rollouts),
+            failures=(*failures, *([ended.failure] if ended.failure else ())),
+            aborted_requests=ended.aborted_requests,
+            judged=rewards is not None,
+        )
+
+
+def _rewarded(rollout: Rollout, reward: float) -> Rollout:
+    return msgspec.structs.replace(rollout, reward=reward, metrics=rollout.metrics | {"reward": reward})
 
 
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from pipelinerl.actor.executor import RolloutFunction, RolloutRules
+from pipelinerl.actor.executor import JudgeFunction, RolloutFunction, RolloutRules
 from pipelinerl.actor.router import RequestLimits
 from pipelinerl.chat import renderer_of
 from pipelinerl.chat.rendering import template_options
@@ -31,6 +31,8 @@ class RolloutSide:
     cfg: DictConfig
     """The same as the domains get it, with the jobs of its world under ``jobs``."""
     functions: list[RolloutFunction]
+    judges: dict[int, JudgeFunction]
+    """`judge_group` of the domains that have it, by index."""
     llms: tuple[TrainableLLM, TrainableLLM]
     """For training and for evaluation."""
     rules: RolloutRules
@@ -61,6 +63,7 @@ def rollout_rules(cfg: Config) -> RolloutRules:
         seq_length=cfg.finetune.seq_length,
         rewards=cfg.actor.rewards,
         named_rewards=tuple(cfg.finetune.rl.reward_weights),
+        max_failed=cfg.actor.max_failed_rollouts_per_group,
         hinted=frozenset(i for i, domain in enumerate(domains_of(cfg)) if sees_hint(cfg, domain.section.name)),
     )
 
@@ -79,8 +82,16 @@ def load_rollout_side(run_dir: Path) -> RolloutSide:
     raw = cfg_of_domains(to_container(load_run_dictconfig(run_dir)))
     raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)
-    functions = [domain.rollout() for domain in domains_of(cfg)]
+    domains = domains_of(cfg)
+    functions = [domain.rollout() for domain in domains]
+    judges = [domain.group_judge(function) for domain, function in zip(domains, functions, strict=True)]
     llms = (make_llm(cfg, cfg.llm), make_llm(cfg, cfg.test_llm))
     return RolloutSide(
-        config=cfg, cfg=raw, functions=functions, llms=llms, rules=rollout_rules(cfg), limits=request_limits(cfg)
+        config=cfg,
+        cfg=raw,
+        functions=functions,
+        judges={i: judge for i, judge in enumerate(judges) if judge is not None},
+        llms=llms,
+        rules=rollout_rules(cfg),
+        limits=request_limits(cfg),
     )

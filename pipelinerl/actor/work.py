@@ -44,6 +44,8 @@ class WorkEnded:
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...]
     aborted_requests: int = 0
+    judged: bool = False
+    """As in ``GroupFinished``."""
 
 
 class WorkTable:
@@ -127,6 +129,7 @@ class WorkTable:
                         rollouts=tuple(rollouts),
                         failures=(*result.failures, *refused),
                         aborted_requests=result.aborted_requests,
+                        judged=result.judged,
                     )
                 )
         return ended

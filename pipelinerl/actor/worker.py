@@ -131,7 +131,7 @@ async def _serve(
         client = Client(to_servers, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
         is_kept = side.config.actor.answer_journal and not side.config.finetune.router_replay
         answers = AnswerJournal(run_dir / job_name) if is_kept else None
-        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers, session)
+        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules, answers, session, side.judges)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
         names = [domain.section.name for domain in domains_of(side.config)]

@@ -230,12 +230,7 @@ class RolloutWorkers:
                 worker.count(message.task_id, message.failure)
             case GroupEnded() if (group := worker.groups.get(message.task_id)) is not None:
                 worker.remove(message.task_id)
-                return GroupFinished(
-                    task_id=message.task_id,
-                    rollouts=tuple(group.rollouts),
-                    failures=tuple(group.failures),
-                    aborted_requests=message.aborted_requests,
-                )
+                return GroupFinished.of(message, group.rollouts, group.failures)
         return None
 
     def _replace(self, worker: _Worker) -> Lost:

@@ -23,6 +23,7 @@ from pipelinerl.domains.rewards import with_both_spellings
 from pipelinerl.errors import ConfigError, DatasetError, DomainError
 
 ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
+JUDGE_ARGUMENTS = ("cfg", "problem", "rollouts", "session")
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,20 @@ class Domain:
         """
         key, dotted = self.key("rollout_policy"), self.section.rollout_policy
         function = import_named(key, dotted)
-        if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
-            raise DomainError(
-                f"`{key}` is {dotted}: it is not async; define it with `async def` ({', '.join(ROLLOUT_ARGUMENTS)})"
-            )
-        check_call(key, dotted, function, ROLLOUT_ARGUMENTS, {})
+        check_async_call(key, dotted, function, ROLLOUT_ARGUMENTS)
         return function
+
+    def group_judge(self, rollout: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Returns `judge_group` of the rollout function or its module. None: it has none.
+
+        Raises:
+            DomainError: it is not async, or does not take (cfg, problem, rollouts, session) by position.
+        """
+        judge = beside(rollout, "judge_group")
+        if judge is not None:
+            named = f"{self.section.rollout_policy} with judge_group"
+            check_async_call(self.key("rollout_policy"), named, judge, JUDGE_ARGUMENTS)
+        return judge
 
     def problems(self, names: Sequence[str], *, needed_for: str = "") -> list[Problem]:
         """Calls the loader and returns its problems.
@@ -125,9 +134,7 @@ class Domain:
 
     def check_keys(self, rollout: Callable[..., Any], problems: Sequence[Problem]) -> None:
         """Raises ``DomainError`` if a problem lacks a key in `required_problem_keys` of the function or its module."""
-        module = sys.modules.get(getattr(rollout, "__module__", ""), None)
-        required: tuple[str, ...] = getattr(rollout, "required_problem_keys", ())
-        required = required or getattr(module, "required_problem_keys", ())
+        required: tuple[str, ...] = beside(rollout, "required_problem_keys") or ()
         for index, problem in enumerate(problems):
             missing = [key for key in required if key not in problem]
             if missing:
@@ -168,6 +175,18 @@ def import_named(key: str, dotted: str) -> Callable[..., Any]:
         raise DomainError(f"`{key}`: {error}") from error
     except Exception as error:  # anything that the domain's module does at import
         raise DomainError(f"`{key}` is {dotted}: importing it raised {describe_error(error)}") from error
+
+
+def beside(rollout: Callable[..., Any], name: str) -> Any:
+    """Returns what a rollout function, or else its module, has by this name. None: neither has it."""
+    return getattr(rollout, name, None) or getattr(sys.modules.get(getattr(rollout, "__module__", "")), name, None)
+
+
+def check_async_call(key: str, dotted: str, function: Callable[..., Any], args: Sequence[str]) -> None:
+    """Checks as ``check_call`` does, and that the function is async."""
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise DomainError(f"`{key}` is {dotted}: it is not async; define it with `async def` ({', '.join(args)})")
+    check_call(key, dotted, function, args, {})
 
 
 def check_call(

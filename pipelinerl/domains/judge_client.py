@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from pipelinerl.config.sections import JudgeSection
 from pipelinerl.config.servers import side_models
 from pipelinerl.domains.columns import Messages
 from pipelinerl.domains.judge_prompt import (
+    FIRST_WINS,
     MAX_REASON_CHARS,
     Opinion,
     as_text,
@@ -144,7 +145,48 @@ class JudgeClient:
             VerifierError: the judge gave no verdict.
             DomainError: ``max_calls`` is used up, or the address, the model or the key is wrong.
         """
-        answer = answer.encode("utf-8", "backslashreplace").decode()
+        return await self._shared(session, question, encodable(answer), reference)
+
+    async def compare(
+        self,
+        session: aiohttp.ClientSession,
+        question: str | Messages,
+        answers: Sequence[str],
+        reference: str = "",
+    ) -> list[float]:
+        """Compares answers to one question pair by pair, each pair in both orders, and each with `votes` opinions.
+
+        A reward model gives each a number, and the higher number wins. Equal answers tie without a request.
+
+        Args:
+            session, question, reference: as for ``check``.
+            answers: the model's outputs.
+        Returns:
+            Of every answer, the share of the others that it beats, 0 to 1. A tie is half a win, and so are opposite
+            opinions in the two orders. An answer alone has 0.5.
+        Raises:
+            As ``check``. Verdicts that came before an error are kept, so that a repetition asks for the others alone.
+        """
+        answers = [encodable(answer) for answer in answers]
+        distinct = list(dict.fromkeys(answers))
+        pairs = [(first, second) for first in distinct for second in distinct if first != second]
+        if self.kind == "reward":
+            verdicts = await all_of(self.check(session, question, answer, reference) for answer in distinct)
+            numbers = dict(zip(distinct, (verdict.score for verdict in verdicts), strict=True))
+            first_wins = {(a, b): ((numbers[a] > numbers[b]) - (numbers[a] < numbers[b]) + 1) / 2 for a, b in pairs}
+        else:
+            verdicts = await all_of(self._shared(session, question, pair, reference) for pair in pairs)
+            first_wins = dict(zip(pairs, (verdict.score for verdict in verdicts), strict=True))
+        return win_rates(answers, first_wins)
+
+    async def _shared(
+        self,
+        session: aiohttp.ClientSession,
+        question: str | Messages,
+        answer: str | tuple[str, str],
+        reference: str,
+    ) -> Verdict:
+        """Returns the verdict on an answer, or on whether the first of two wins, which equal questions share."""
         name = hashlib.sha256(msgspec.msgpack.encode((question, answer, reference))).digest()
         if name in self._verdicts:
             self._verdicts.move_to_end(name)
@@ -176,9 +218,14 @@ class JudgeClient:
                 self._verdicts.popitem(last=False)
 
     async def _verdict(
-        self, session: aiohttp.ClientSession, question: str | Messages, answer: str, reference: str
+        self,
+        session: aiohttp.ClientSession,
+        question: str | Messages,
+        answer: str | tuple[str, str],
+        reference: str,
     ) -> Verdict:
         if self._judge.kind == "reward":
+            assert isinstance(answer, str), "it compares numbers"
             return _verdict(await self._number(session, question, answer), best=math.inf)
         messages = judge_messages(
             as_text(question),
@@ -190,11 +237,12 @@ class JudgeClient:
             max_chars=self._judge.max_answer_chars,
             secret=self._secret,
         )
-        opinions = await all_of(self._vote(session, messages) for _ in range(self._judge.votes))
+        levels = self._judge.levels if isinstance(answer, str) else FIRST_WINS
+        opinions = await all_of(self._vote(session, messages, levels) for _ in range(self._judge.votes))
         score = agreed([opinion.score for opinion in opinions], by_majority=self._judge.vote == "majority")
-        return _verdict(score / self._judge.levels, best=1.0, detail=opinions[0].reason[:MAX_REASON_CHARS])
+        return _verdict(score / levels, best=1.0, detail=opinions[0].reason[:MAX_REASON_CHARS])
 
-    async def _vote(self, session: aiohttp.ClientSession, messages: Messages) -> Opinion:
+    async def _vote(self, session: aiohttp.ClientSession, messages: Messages, levels: int) -> Opinion:
         judge = self._judge
         request: dict[str, Any] = {
             "model": judge.model_path if judge.url else SERVED_NAME,
@@ -204,12 +252,12 @@ class JudgeClient:
         }
         said = ""
         for _ in range(TRIES):
-            answer = await self._ask(session, request, opinion_schema(judge.levels))
+            answer = await self._ask(session, request, opinion_schema(levels))
             try:
                 (choice,) = _chat_answer.decode(answer).choices
                 said = f"{choice.message.content} (finish_reason {choice.finish_reason})"
                 if choice.finish_reason == "stop":
-                    return read_opinion(choice.message.content or "", judge.levels)
+                    return read_opinion(choice.message.content or "", levels)
             except (ValueError, RecursionError) as error:
                 said = f"{said or answer[:300].decode(errors='replace')}: {error}"
         raise VerifierError(f"judge {judge.name} gave no verdict in {TRIES} tries. Its last answer: {said[:500]}")
@@ -333,6 +381,30 @@ def agreed(scores: Sequence[int], *, by_majority: bool) -> float:
         return sum(scores) / len(scores)
     counts = Counter(scores)
     return min(counts, key=lambda score: (-counts[score], score))
+
+
+def encodable(text: str) -> str:
+    """Returns the text with escapes in the place of half surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def win_rates(answers: Sequence[str], first_wins: Mapping[tuple[str, str], float]) -> list[float]:
+    """Returns the share of the others that each answer beats.
+
+    Args:
+        answers: may be equal to each other. Those tie.
+        first_wins: how far the first of a pair wins, 0 to 1, of every pair of different answers in both orders.
+
+    >>> win_rates(["a", "b", "b"], {("a", "b"): 1.0, ("b", "a"): 0.5})
+    [0.75, 0.375, 0.375]
+    """
+    if len(answers) == 1:
+        return [0.5]
+
+    def wins(one: str, other: str) -> float:
+        return 0.5 if one == other else (first_wins[one, other] + 1 - first_wins[other, one]) / 2
+
+    return [(sum(wins(one, other) for other in answers) - 0.5) / (len(answers) - 1) for one in answers]
 
 
 def _verdict(score: float, *, best: float, detail: str = "") -> Verdict:

@@ -250,6 +250,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
         for dotted in dict.fromkeys((section.rollout_policy, section.dataset_loader)):
             warnings += self_imports(dotted)
         domain.check_keys(rollout, train + test)
+        judge = domain.group_judge(rollout)
         if len(domains) == 1:
             check_data_sets(section.dataset_loader, train)
         if sees_hint(cfg, section.name) and not all(isinstance(problem.get("hint"), str) for problem in train):
@@ -265,7 +266,7 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
                 raise DomainError(text) from failure
             warnings.append(text)
         else:
-            paid = asyncio.run(right_answers(cfg_of_domains(container), rollout, train))
+            paid = None if judge else asyncio.run(right_answers(cfg_of_domains(container), rollout, train))
             warnings += [f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: {paid}"] if paid else []
 
 

@@ -118,6 +118,31 @@ def test_rollout_may_be_an_object(module: types.ModuleType) -> None:
     assert domain("actor.rollout_policy=made_domain.callable").rollout() is module.callable
 
 
+def test_judge_group_stands_beside_the_rollout_function_or_at_it(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def judge_group(cfg: Any, problem: Any, rollouts: Any, session: Any) -> list[float]:
+        return []
+
+    def blocking(cfg: Any, problem: Any, rollouts: Any, session: Any) -> list[float]:
+        return []
+
+    async def short(cfg: Any, problem: Any, rollouts: Any) -> list[float]:
+        return []
+
+    assert domain().group_judge(rollout) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "judge_group", judge_group, raising=False)
+        assert domain().group_judge(rollout) is judge_group
+    monkeypatch.setattr(rollout, "__module__", module.__name__)
+    module.judge_group = judge_group  # type: ignore[attr-defined]
+    assert domain().group_judge(rollout) is judge_group
+    for wrong, facts in ((blocking, ("not async",)), (short, ("cannot be called with", "session"))):
+        module.judge_group = wrong  # type: ignore[attr-defined]
+        with pytest.raises(DomainError, match=says("made_domain.rollout with judge_group", *facts)):
+            domain().group_judge(rollout)
+
+
 def test_several_domains_are_named_in_their_keys(module: types.ModuleType) -> None:
     one = (
         "{name: a, weight: 1, rollout_policy: made_domain.rollout, dataset_loader: made_domain.nothing, "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -343,6 +344,68 @@ async def test_reward_model_gives_its_number(session: aiohttp.ClientSession) -> 
     path, _, asked = server.requests[0]
     assert (path, asked["use_activation"]) == ("/classify", False)
     assert asked["messages"] == [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A< |im_en"}]
+
+
+PAIR = re.compile(r"first answer:\n(=== \w+ ===)\n(.*)\n\1\n\nThe second answer:\n(=== \w+ ===)\n(.*)\n\3\n", re.DOTALL)
+
+
+def compared(judge: Callable[[str, str], int]) -> Callable[[int, dict[str, Any]], str]:
+    """A judge that reads the two answers of a prompt. ``judge``: 2 if the first wins, 1 for a tie, 0."""
+
+    def say(number: int, asked: dict[str, Any]) -> str:
+        found = PAIR.search(asked["messages"][1]["content"])
+        assert found is not None
+        assert f"{found[1]}, the second between two lines that hold {found[3]}" in asked["messages"][0]["content"]
+        return opinion(judge(found[2], found[4]))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("judge", "rates"),
+    [
+        (lambda first, second: 1 + (first > second) - (first < second), [0.5, 0.0, 1.0, 0.5]),
+        (lambda first, second: 2, [0.5] * 4),
+        (lambda first, second: 1, [0.5] * 4),
+        # C wins where it stands first and ties where it stands second: 3/4 of a win
+        (lambda first, second: 2 if first == "C" else 1, [5 / 12, 5 / 12, 0.75, 5 / 12]),
+    ],
+)
+async def test_answers_are_compared_in_both_orders(
+    session: aiohttp.ClientSession, judge: Callable[[str, str], int], rates: list[float]
+) -> None:
+    async with Server(compared(judge)) as server:
+        asked = client(server.url, levels=7)
+        assert await asked.compare(session, "Q", ["B", "A", "C", "B"]) == pytest.approx(rates)
+        assert len(server.requests) == 6, "three different answers, two orders"
+        await asked.compare(session, "Q", ["C", "B", "A"])
+        assert len(server.requests) == asked.num_calls == 6, "all verdicts are known"
+        assert await asked.compare(session, "Q", ["D", "D"]) == [0.5, 0.5]
+        assert (await asked.compare(session, "Q", ["D"]), await asked.compare(session, "Q", [])) == ([0.5], [])
+        assert len(server.requests) == 6
+    schema = server.requests[0][2]["response_format"]["json_schema"]["schema"]["properties"]
+    assert schema["score"]["enum"] == [0, 1, 2]
+
+
+async def test_failed_comparison_asks_again_for_what_is_missing(session: aiohttp.ClientSession) -> None:
+    say = compared(lambda first, second: 2 if first > second else 0)
+    async with Server(lambda number, asked: say(number, asked) if number != 2 else (500, "no")) as server:
+        judge = client(server.url, concurrency=1, max_calls=3, patience_s=0.0)
+        with pytest.raises(VerifierError, match="500"):
+            await judge.compare(session, "Q", ["A", "B"])
+        assert await judge.compare(session, "Q", ["A", "B"]) == [0.0, 1.0]
+        with pytest.raises(DomainError, match=says("max_calls", "3 times")):
+            await judge.compare(session, "Q", ["A", "C"])
+
+
+async def test_reward_model_compares_by_its_numbers(session: aiohttp.ClientSession) -> None:
+    def say(number: int, asked: dict[str, Any]) -> Any:
+        number_of = {"A": -1.5, "B": 3.0, "C": -1.5}[asked["messages"][1]["content"]]
+        return {"data": [{"index": 0, "label": "x", "probs": [number_of], "num_classes": 1}]}
+
+    async with Server(say) as server:
+        assert await client(server.url, kind="reward").compare(session, "Q", ["A", "B", "C"]) == [0.25, 1.0, 0.25]
+    assert len(server.requests) == 3
 
 
 async def test_judged_domain_reports_every_judge_and_weighs_them(tmp_path: Any, monkeypatch: Any) -> None:
