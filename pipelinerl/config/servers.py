@@ -11,6 +11,14 @@ from pipelinerl.errors import ConfigError
 
 EXPERT_PARALLEL = "enable-expert-parallel"
 """vLLM's option that gives each GPU of a server whole experts instead of a slice of every expert."""
+EXPERT_KERNELS = "moe-backend"
+"""vLLM's option that chooses the kernels of experts."""
+SWAPPED_KERNELS = ("triton", "batched_triton")
+"""Its values with which experts are swapped in place. vLLM itself chooses others on Blackwell."""
+CAPTURED = 512
+"""Sequences of the largest decoding step for which vLLM itself captures a CUDA graph. On Blackwell it is 1024."""
+CAPTURE_SIZE = "max-cudagraph-capture-size"
+CAPTURE_OPTIONS = (CAPTURE_SIZE, "cudagraph-capture-sizes", "compilation-config", "enforce-eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,14 @@ def most_rollouts(config: Config) -> int:
     """Rollouts at a time that a server takes at most."""
     wanted = config.actor.llm_max_rollouts
     return MOST_ROLLOUTS if wanted == "auto" else wanted
+
+
+def captured_sequences(config: Config) -> int | None:
+    """Sequences of the largest decoding step for which a policy server has a CUDA graph. None: by the user's choice."""
+    options = config.vllm_config.vllm_kwargs
+    most = options.get("max-num-seqs")
+    is_chosen = any(options[key] not in (None, False) and option_of(key) in CAPTURE_OPTIONS for key in options)
+    return most if isinstance(most, int) and not is_chosen else None
 
 
 def requests_per_worker(config: Config, num_servers: int) -> int:

@@ -16,8 +16,13 @@ from pipelinerl.config.environment import STRANGERS_VARIABLE, checked_variables
 from pipelinerl.config.paths import PROFILES
 from pipelinerl.config.sections import Config, JudgeSection, LoraSection
 from pipelinerl.config.servers import (
+    CAPTURE_SIZE,
+    CAPTURED,
+    EXPERT_KERNELS,
     FIRST_ROLLOUTS,
+    SWAPPED_KERNELS,
     SideModel,
+    captured_sequences,
     decay_of,
     devices_per_node,
     devices_per_server,
@@ -195,6 +200,12 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
             settings |= {"runner": "pooling", "convert": "classify"}
         if cfg.finetune.rl.teacher_top_k:
             settings["max-logprobs"] = cfg.finetune.rl.teacher_top_k
+    if world.accelerator == "cuda":
+        shape = find_model_shape(cfg.model_path) if "weight-transfer-config" in settings else None
+        if shape is not None and shape.experts > 1:
+            settings[EXPERT_KERNELS] = SWAPPED_KERNELS[0]
+        if job.kind == "actor_llm" and (most := captured_sequences(cfg) or 0) > CAPTURED:
+            settings[CAPTURE_SIZE] = most
     if world.accelerator == "cpu":
         settings["enforce-eager"] = True
         if devices_per_server(cfg) == 1:

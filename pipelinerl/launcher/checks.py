@@ -25,7 +25,7 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, MUON, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
-from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker
+from pipelinerl.config.servers import EXPERT_KERNELS, EXPERT_PARALLEL, SWAPPED_KERNELS, requests_per_worker
 from pipelinerl.config.variables import with_values
 from pipelinerl.config.versions import unsupported
 from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
@@ -34,6 +34,7 @@ from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.conversations import check_conversations
 from pipelinerl.launcher.existing_servers import check_existing
+from pipelinerl.launcher.memory_kills import usable_memory
 from pipelinerl.launcher.model_build import needs_tiny_model
 from pipelinerl.launcher.processes import TEMPORARY_PREFIX
 from pipelinerl.launcher.run_plan import RunPlan
@@ -41,11 +42,12 @@ from pipelinerl.launcher.running import say, terminal
 from pipelinerl.launcher.streams_at_start import check_recording
 from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
-from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, version_bytes, what_would_fit
+from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, node_host_bytes, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
+from pipelinerl.weights.staging_memory import WHOLE_BYTES
 from pipelinerl.world import check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
 from pipelinerl.world.disk import existing_part, matching
@@ -55,6 +57,12 @@ from pipelinerl.world.proxies import check_proxy
 
 NEARLY_FULL = 0.95
 """Measured peaks are 0.95 to 1.02 of the plan (docs/testing.md)."""
+HOST_FIXES = {
+    "versions and a checkpoint": "train on more nodes, or an adapter (finetune.lora)",
+    "offloaded states": "set finetune.cpu_offload=false, or train on more nodes",
+    "staged updates": "lower vllm_config.vllm_kwargs.gpu-memory-utilization, so that updates are staged on the GPU",
+}
+"""By the largest part of `node_host_bytes`."""
 SPARE_BYTES = 256 * 2**20
 """For streams, logs and metrics."""
 
@@ -265,6 +273,15 @@ def experts(plan: RunPlan) -> list[str]:
             f"`finetune.expert_ranks` is {dividing}, which does not divide the {shape.experts} experts of "
             f"{config.model_path}: set it to a divisor of them, or to null"
         )
+    kernels = options.get(EXPERT_KERNELS, SWAPPED_KERNELS[0])
+    if shape is not None and shape.experts > 1 and kernels not in SWAPPED_KERNELS:
+        version = version_bytes(config, shape)
+        if version > WHOLE_BYTES:
+            raise ConfigError(
+                f"`vllm_config.vllm_kwargs.{EXPERT_KERNELS}` is {kernels}, but only {' and '.join(SWAPPED_KERNELS)} "
+                f"keep experts as they are sent: with others each worker holds a whole version, "
+                f"{version / GIB:.0f} GiB, of which {WHOLE_BYTES / GIB:.0f} are allowed; remove it"
+            )
     if parallel and int(options.get("tensor-parallel-size") or 1) == 1:
         return [f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL} has no effect with tensor-parallel-size=1"]
     return []
@@ -291,6 +308,22 @@ def memory(plan: RunPlan) -> list[str]:
         for need in needs
         if need.kind == "finetune" and need.total > NEARLY_FULL * need.capacity
     ]
+
+
+def host_memory(plan: RunPlan) -> None:
+    """Refuse a plan that needs more host memory on this node than the machine, or this container, has."""
+    shape = find_model_shape(plan.config.model_path) if plan.world.accelerator == "cuda" else None
+    detected = gpu_memory_bytes()
+    if shape is None or not detected or started_kinds(plan.config) is not None:
+        return
+    parts = node_host_bytes(plan.config, plan.world, shape, min(detected), plan.node_rank)
+    needed, limit = sum(parts.values()), usable_memory()
+    if needed > limit:
+        held = ", ".join(f"{size / GIB:.0f} for {name}" for name, size in parts.items() if size)
+        raise ConfigError(
+            f"memory plan: the roles of this node need {needed / GIB:.0f} GiB of host memory ({held}), and it has "
+            f"{limit / GIB:.0f} GiB: {HOST_FIXES[max(parts, key=parts.__getitem__)]}"
+        )
 
 
 def devices(plan: RunPlan) -> None:
@@ -447,6 +480,7 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     standalone_roles,
     options_of_servers,
     memory,
+    host_memory,
     redis,
     disk,
     store_of_weights,

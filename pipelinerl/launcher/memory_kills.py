@@ -7,6 +7,8 @@ import contextlib
 import time
 from pathlib import Path
 
+import psutil
+
 RECENT_S = 60.0
 """A role ends within this time after the kernel has killed a process of it, such as its engine."""
 FILES = (("memory.events.local", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes"))
@@ -22,6 +24,13 @@ LOWER = {
     "verifier": "verifier.workers or verifier.memory_mb",
 }
 """Settings that reduce memory, by kind of role."""
+
+
+def usable_memory(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory of this machine, or of this container if it has fewer. Arguments: as of `MemoryKills`."""
+    files = find_files(own, root)
+    limit = read(files[1]).strip() if files else ""
+    return min(psutil.virtual_memory().total, int(limit) if limit.isdigit() else NO_LIMIT)
 
 
 class MemoryKills:

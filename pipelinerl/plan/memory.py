@@ -12,6 +12,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import (
     EXPERT_PARALLEL,
     MOST_ROLLOUTS,
+    captured_sequences,
     max_model_len,
     sends_adapter,
     served_path,
@@ -169,6 +170,22 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
 def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
     """Return the pinned host memory of a trainer node while a checkpoint is written, with the exported model."""
     return snapshot_bytes(cfg, shape, nodes) + checkpoint_bytes(cfg, shape) // nodes
+
+
+def node_host_bytes(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, node: int) -> dict[str, int]:
+    """Return the host memory that the plan counts on one node, by what it is for."""
+    all_ranks, here = world.trainer_world_size, world.on_node(node)
+    cfg = with_choices(cfg, shape, all_ranks, gpu_bytes)
+    ranks = sum(job.num_ranks for job in here if job.kind == "finetune")
+    serving = [job.num_ranks for job in here if job.kind == "actor_llm"]
+    staged = [
+        staged_bytes(cfg, shape, num) * num for num in serving if not _stages_on_gpu(cfg, world, shape, gpu_bytes)
+    ]
+    return {
+        "versions and a checkpoint": host_bytes(cfg, shape, len(world.get("finetune"))) if ranks else 0,
+        "offloaded states": ranks * engine_memory(cfg, all_ranks).host_bytes(shape.parameters, _trained(cfg, shape)),
+        "staged updates": sum(staged),
+    }
 
 
 def checkpoint_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -362,10 +379,16 @@ def _staging_note(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: in
         return ""
     staged = staged_bytes(cfg, shape, world.get("actor_llm")[0].num_ranks)
     transport = world.transfer_backend(cfg.weights.backend)
-    fits = fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), transport)
-    place = "beside vLLM's share" if fits else "in pinned host memory"
+    place = "beside vLLM's share" if _stages_on_gpu(cfg, world, shape, gpu_bytes) else "in pinned host memory"
     note = f"; an update is staged {place}: {staged / GIB:.1f} GiB per GPU, {on_node * staged / GIB:.0f} GiB per node"
     return f"{note}, {reserve_bytes(transport) / GIB:.1f} GiB of the GPU are left to communicators and others"
+
+
+def _stages_on_gpu(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int) -> bool:
+    """Whether servers stage updates on their GPUs. A shared GPU has room for them in vLLM's share."""
+    staged = staged_bytes(cfg, shape, world.get("actor_llm")[0].num_ranks)
+    free = int(gpu_bytes * (1 - utilization(cfg)))
+    return cfg.world.share_devices or fits_on_device(staged, free, world.transfer_backend(cfg.weights.backend))
 
 
 def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:
@@ -414,10 +437,12 @@ def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_serve
     max_len = max_model_len(cfg) or cfg.finetune.seq_length
     cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
     tokens = cached_tokens(cfg, shape, kind, ranks, gpu_bytes)
+    graphs = captured_sequences(cfg) if kind == "actor_llm" else None
     return DevicePlan(
         kind=kind,
         num_devices=ranks * num_servers,
         items=(*server_items(cfg, shape, kind, ranks), MemoryItem(label="KV cache", num_bytes=cache)),
         capacity=int(gpu_bytes * utilization(cfg)),
-        note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens",
+        note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens"
+        + (f"; CUDA graphs for decoding up to {graphs} sequences" if graphs else ""),
     )

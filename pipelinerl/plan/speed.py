@@ -159,7 +159,7 @@ def assumed_rates(
     longest = document_tokens(cfg, prompt_tokens + lengths.longest)
     return Rates(
         decode=partial(decode_rate, shape, gpu, context=context, ranks=ranks),
-        train=training_rate(shape, gpu, longest, recomputed=recomputed_layers(cfg, shape) / shape.layers),
+        train=_planned_rate(cfg, shape, gpu, longest),
         max_concurrency=most,
         source="assumed",
     )
@@ -191,25 +191,32 @@ def decode_rate(
     return h / np.maximum(np.maximum(reading, computing), SEQUENCE_HOST_S * ranks * h)
 
 
-def training_flops(shape: ModelShape, tokens: int, *, recomputed: float) -> float:
+def training_flops(shape: ModelShape, tokens: int, *, recomputed: float, frozen: bool = False) -> float:
     """Operations that the trainer executes per token of a document of ``tokens`` tokens.
 
     Attention: 2 products of 2·D operations per head, query and key, half of the keys on average.
     ``recomputed``: share of the layers that are computed again.
+    ``frozen``: an adapter is trained, whose own operations are left out. The weights have no gradient.
     """
     attention = 2 * tokens * shape.layers * shape.heads * shape.head_dim
-    return (3 + recomputed) * (2 * shape.active_parameters + attention)
+    forward = 2 * shape.active_parameters + attention
+    return (3 + recomputed) * forward - (2 * shape.active_parameters if frozen else 0)
 
 
-def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: float) -> float:
+def training_rate(shape: ModelShape, gpu: Gpu, tokens: int, *, recomputed: float, frozen: bool = False) -> float:
     """tokens/s of one device with documents of ``tokens`` tokens."""
-    return TRAIN_COMPUTE_EFFICIENCY * gpu.flops / training_flops(shape, tokens, recomputed=recomputed)
+    return TRAIN_COMPUTE_EFFICIENCY * gpu.flops / training_flops(shape, tokens, recomputed=recomputed, frozen=frozen)
+
+
+def _planned_rate(cfg: Config, shape: ModelShape, gpu: Gpu, tokens: int) -> float:
+    recomputed = recomputed_layers(cfg, shape) / shape.layers
+    return training_rate(shape, gpu, tokens, recomputed=recomputed, frozen=cfg.finetune.lora.enabled)
 
 
 def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleSpeed:
     longest = document_tokens(cfg, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
-    each = training_rate(shape, gpu, longest, recomputed=recomputed_layers(cfg, shape) / shape.layers)
+    each = _planned_rate(cfg, shape, gpu, longest)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,

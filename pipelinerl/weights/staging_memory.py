@@ -6,6 +6,8 @@ decides in the same way.
 
 from pipelinerl.config.backends import TransportName
 
+WHOLE_BYTES = 32 << 30
+"""If a server's loaders cannot be traced, every worker holds the whole version, up to this size."""
 RESERVE_BYTES = 1 << 30
 """Device memory that staging leaves free in any case."""
 CHANNELS = 4

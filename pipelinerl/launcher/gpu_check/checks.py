@@ -24,7 +24,7 @@ from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.launcher.processes import describe_exit
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.memory import trainer_items, utilization, with_choices
-from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
+from pipelinerl.plan.speed import GPUS, find_gpu, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
 
 HERE = "pipelinerl.launcher.gpu_check"
@@ -201,13 +201,14 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     if facts["problem"]:
         return facts
     cfg = load_run(run_dir)
-    gpu = gpu_named(machine.name)[1]
-    decoding = server_speed(cfg, machine.shape, gpu, 1, machine.memory_bytes)
+    known = find_gpu(machine.name)
+    gpu = None if known is None else GPUS[known]
+    decoding = server_speed(cfg, machine.shape, gpu, 1, machine.memory_bytes) if gpu else None
     chosen = with_choices(cfg, machine.shape, 1, machine.memory_bytes)
     trainer = sum(item.num_bytes for item in trainer_items(chosen, machine.shape, 1))
     return facts | {
         "predicted_per_s": None if decoding is None else decoding.tokens_per_s / 2,
-        "planned_pause_ms": 1e3 * predicted_pause_s(cfg, machine.shape, gpu, 1, machine.memory_bytes),
+        "planned_pause_ms": 1e3 * predicted_pause_s(cfg, machine.shape, gpu, 1, machine.memory_bytes) if gpu else None,
         "planned_device_bytes": int(utilization(cfg) * machine.memory_bytes) + trainer,
     }
 

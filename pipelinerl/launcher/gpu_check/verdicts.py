@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.inspect.finding import Finding, Level
 from pipelinerl.launcher.gpu_check.machine import Machine
-from pipelinerl.plan.speed import TRAINED_FLOPS, gpu_named, training_rate
+from pipelinerl.plan.speed import GPUS, TRAINED_FLOPS, find_gpu, training_rate
 
 Facts = Mapping[str, Any]
 
@@ -50,20 +50,19 @@ def judge_imports(machine: Machine, facts: Facts) -> list[Finding]:
 def judge_trainer(machine: Machine, facts: Facts) -> list[Finding]:
     """Speed and memory of an optimizer step. On a CPU neither is compared."""
     name = f"trainer, {facts['tokens'] // 1000}k tokens" if facts["tokens"] >= 1000 else f"trainer, {facts['tokens']}"
-    label, gpu = gpu_named(machine.name)
-    predicted = training_rate(machine.shape, gpu, facts["document_tokens"], recomputed=True)
-    used = TRAINED_FLOPS * machine.shape.active_parameters * facts["tokens_per_s"] / gpu.flops
-    measured = f"{facts['tokens_per_s']:,.0f} tokens/s" + ("" if machine.is_rehearsal else f", MFU {used:.1%}")
-    planned = "" if machine.is_rehearsal else f"{predicted:,.0f} tokens/s ({label})"
-    is_slow = not machine.is_rehearsal and facts["tokens_per_s"] < ENOUGH_SPEED * predicted
-    sane = facts["loss_is_finite"]
-    speed = verdict(
-        Level.FAILED if not sane else Level.SLOW if is_slow else Level.NOTED if machine.is_rehearsal else Level.PASSED,
-        f"{name}: speed",
-        measured=measured,
-        planned=planned,
-        note=f"{facts['attention']}, {facts['engine']}" + ("" if sane else "; the loss is not finite"),
-    )
+    label, sane = find_gpu(machine.name), facts["loss_is_finite"]
+    measured, planned, level = f"{facts['tokens_per_s']:,.0f} tokens/s", "", Level.NOTED
+    note = f"{facts['attention']}, {facts['engine']}" + ("" if sane else "; the loss is not finite")
+    if label is not None:
+        gpu = GPUS[label]
+        predicted = training_rate(machine.shape, gpu, facts["document_tokens"], recomputed=True)
+        used = TRAINED_FLOPS * machine.shape.active_parameters * facts["tokens_per_s"] / gpu.flops
+        measured, planned = f"{measured}, MFU {used:.1%}", f"{predicted:,.0f} tokens/s ({label})"
+        level = Level.SLOW if facts["tokens_per_s"] < ENOUGH_SPEED * predicted else Level.PASSED
+    elif not machine.is_rehearsal:
+        note += f"; the data sheet of {machine.name} is not known"
+    level = level if sane else Level.FAILED
+    speed = verdict(level, f"{name}: speed", measured=measured, planned=planned, note=note)
     return [speed, judge_memory(f"{name}: memory", facts["peak_bytes"], facts["planned_bytes"])]
 
 

@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout, torch_dtype
 from pipelinerl.weights.protocol import ParamSpec
+from pipelinerl.weights.staging_memory import WHOLE_BYTES
 from pipelinerl.weights.transfer.shard import Copy, LoadPlan, View
 
 log = logging.getLogger(__name__)
 
-WHOLE_BYTES = 32 << 30
-"""If the loaders cannot be traced, every worker holds the whole version, up to this size."""
 CPU, META = torch.device("cpu"), torch.device("meta")
 _NO_VALUES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """What loaders do to padding."""

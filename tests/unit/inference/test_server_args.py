@@ -81,6 +81,39 @@ def span(node: int) -> Span:
 def test_server_that_adapts_its_rollouts_has_room_for_the_most() -> None:
     found = settings(vllm_arguments(config("actor.llm_max_rollouts=auto"), world(), POLICY))
     assert found["--max-num-seqs"] == "1025"  # one for the weight probe
+    assert "--max-cudagraph-capture-size" not in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        ((), "1024"),
+        (("actor.llm_max_rollouts=513",), "513"),
+        (("actor.llm_max_rollouts=512",), None),  # vLLM's own size has it
+        (("+vllm_config.vllm_kwargs.max_cudagraph_capture_size=256",), "256"),
+        (("+vllm_config.vllm_kwargs.compilation-config={mode: 3}",), None),
+        (("+vllm_config.vllm_kwargs.enforce-eager=true",), None),
+    ],
+)
+def test_graphs_are_captured_for_all_rollouts_of_a_gpu(overrides: tuple[str, ...], size: str | None) -> None:
+    found = settings(vllm_arguments(config(*overrides), world("cuda"), POLICY))
+    assert found.get("--max-cudagraph-capture-size") == size
+    assert "--max-cudagraph-capture-size" not in settings(vllm_arguments(config(), world("cuda"), REFERENCE))
+
+
+def test_experts_of_a_gpu_are_multiplied_by_kernels_that_keep_them_as_they_are_sent() -> None:
+    """vLLM takes FlashInfer's by itself on Blackwell, and Triton's on Hopper and Ampere."""
+    mixture = "model_path=Qwen/Qwen3-30B-A3B"
+    kernels = "--moe-backend"
+    assert settings(vllm_arguments(config(mixture), world("cuda"), POLICY))[kernels] == "triton"
+    chosen = config(mixture, "+vllm_config.vllm_kwargs.moe-backend=batched_triton")
+    assert settings(vllm_arguments(chosen, world("cuda"), POLICY))[kernels] == "batched_triton"
+    for cfg, place, job in (
+        (config(mixture), "cuda", REFERENCE),  # it takes no versions
+        (config(mixture), "cpu", POLICY),
+        (config("model_path=Qwen/Qwen2.5-7B"), "cuda", POLICY),
+    ):
+        assert kernels not in settings(vllm_arguments(cfg, world(place), job))
 
 
 def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:

@@ -268,6 +268,45 @@ def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:
     assert checks.experts(start(*mixture, "vllm_config.vllm_kwargs.tensor-parallel-size=4")) == []
 
 
+@pytest.mark.parametrize("kernels", ["flashinfer_trtllm", "auto", "null"])
+def test_kernels_of_experts_that_would_hold_a_large_version_whole_are_refused(kernels: str) -> None:
+    """A version of 30.5 billion parameters in 16 bits has 57 GiB. The adapter of rank 16 has less than 4."""
+    mixture = ("model_path=Qwen/Qwen3-30B-A3B", f"+vllm_config.vllm_kwargs.moe-backend={kernels}")
+    with pytest.raises(ConfigError, match=says("`vllm_config.vllm_kwargs.moe-backend`", "57 GiB", "32", "remove it")):
+        checks.experts(start(*mixture, "finetune.dtype=bfloat16"))
+    checks.experts(start(*mixture, "finetune.lora.enabled=true", "finetune.lora.r=16", "finetune.lora.send=adapter"))
+    checks.experts(start(mixture[0], "+vllm_config.vllm_kwargs.moe-backend=batched_triton"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ((0.7, "false", 1), 2 * 15.2 + 14 * 7.6),
+        ((0.9, "false", 1), 2 * 15.2 + 14 * 7.6 + 4 * 15.2),
+        ((0.9, "false", 4), 2 * 15.2 + 14 * 7.6),
+        ((0.7, "true", 1), 2 * 15.2 + 14 * 7.6 + 16 * 7.6),
+    ],
+)
+def test_plan_that_needs_more_host_memory_than_there_is_is_refused(
+    settings: tuple[float, str, int], needed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GB: two versions of 7.6e9 parameters in 16 bits, a checkpoint with the model, what four GPUs stage or offload."""
+    utilization, offload, parallel = settings
+    planned = start(
+        "finetune.dtype=bfloat16",
+        "finetune.engine=fsdp2",
+        f"finetune.cpu_offload={offload}",
+        f"vllm_config.vllm_kwargs.gpu-memory-utilization={utilization}",
+        f"vllm_config.vllm_kwargs.tensor-parallel-size={parallel}",
+    )
+    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [80 * GIB] * 8)
+    monkeypatch.setattr(checks, "usable_memory", lambda: int(1.01 * needed * 10**9))
+    checks.host_memory(planned)
+    monkeypatch.setattr(checks, "usable_memory", lambda: int(0.99 * needed * 10**9))
+    with pytest.raises(ConfigError, match=says("memory plan", "host memory", "train on more nodes")):
+        checks.host_memory(planned)
+
+
 def test_ranks_that_divide_experts_are_a_divisor_of_both() -> None:
     """128 experts, four trainer ranks."""
     mixture = ("model_path=Qwen/Qwen3-30B-A3B", "finetune.engine=fsdp2")

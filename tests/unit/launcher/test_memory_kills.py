@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.launcher.memory_kills import MemoryKills
+from pipelinerl.launcher.memory_kills import MemoryKills, psutil, usable_memory
 
 CASES = [
     ("0::/app\n", "app", "memory.events.local", "memory.max"),
@@ -28,6 +28,8 @@ def test_rise_of_the_counter_explains_an_end_within_a_minute(
     place.mkdir(parents=True)
     (place / counter).write_text("oom 7\noom_kill 2\n")
     (place / limit_file).write_text(f"{limit}\n")
+    total = psutil.virtual_memory().total
+    assert usable_memory(own, root) == (min(3 * 2**29, total) if told == "1.5 GiB" else total)
     kills = MemoryKills(own, root)
     assert kills.why("actor") is None
     (place / counter).write_text("oom 8\noom_kill 3\n")

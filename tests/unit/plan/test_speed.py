@@ -46,6 +46,21 @@ def test_operations_of_a_token_are_those_of_parameters_and_half_of_the_keys() ->
     assert training_flops(SHAPE, 8000, recomputed=0) == 3 * forward
     assert training_flops(SHAPE, 8000, recomputed=1) == 4 * forward
     assert training_flops(SHAPE, 8000, recomputed=0.25) == 3.25 * forward
+    assert (
+        training_flops(SHAPE, 8000, recomputed=1, frozen=True) == 4 * forward - 2 * PARAMETERS
+    )  # no weight's gradient
+
+
+def test_adapter_is_trained_faster_by_the_gradients_that_its_base_has_not() -> None:
+    """8,692 tokens: weights are 15.2 and attention 1.7 GFLOP of a forward pass, and one of four is not the weights'."""
+    whole, adapter = (
+        trainer_speed(
+            make_config("finetune.gradient_checkpointing=true", f"finetune.lora.enabled={on}"), SHAPE, H100, 4
+        )
+        for on in ("false", "true")
+    )
+    assert whole.note == adapter.note
+    assert adapter.tokens_per_s / whole.tokens_per_s == pytest.approx(4 * 17.0 / (4 * 17.0 - 15.2), rel=2e-3)
 
 
 def test_recomputation_and_attention_lower_the_mfu_of_the_trainer() -> None:

@@ -49,6 +49,15 @@ def test_a_step_that_needs_more_memory_than_planned_fails() -> None:
     assert trainer(peak_bytes=int(1.16 * 10 * 2**30)) == ["passed", "failed"]
 
 
+def test_a_step_of_a_card_without_data_sheet_is_noted_without_a_prediction() -> None:
+    card = msgspec.structs.replace(CARD, name="NVIDIA GH200 480GB")
+    [speed, memory] = verdicts.judge_trainer(card, STEP | {"tokens_per_s": 1.0})
+    assert (speed.level, memory.level) == (Level.NOTED, Level.PASSED)
+    assert speed.evidence == "1 tokens/s; packed, ddp; the data sheet of NVIDIA GH200 480GB is not known"
+    [speed, _] = verdicts.judge_trainer(card, STEP | {"tokens_per_s": 1.0, "loss_is_finite": False})
+    assert speed.level is Level.FAILED
+
+
 def test_a_loss_that_is_not_finite_fails_however_fast() -> None:
     assert trainer(loss_is_finite=False)[0] == "failed"
 
