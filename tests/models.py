@@ -14,6 +14,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from pipelinerl.tiny_model import build
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
@@ -100,6 +102,21 @@ def make_mixture(vocab_size: int) -> PreTrainedModel:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = AutoConfig.for_model("qwen3_moe", vocab_size=vocab_size, **sizes, **heads, **experts)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save_mixture(folder: Path) -> PreTrainedModel:
+    """Writes a random Qwen3-MoE with the quickstart's tokenizer and returns it. Four ranks can divide it."""
+    words = AutoConfig.from_pretrained(build(folder, "largest", 0, {"max_number": 30, "steps": 1}))
+    names = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    special = {name: getattr(words, name) for name in names}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts, **special)
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lm.save_pretrained(folder)
+    return lm
 
 
 def save_qwen2(folder: Path, vocab_size: int, **shape: Any) -> Path:

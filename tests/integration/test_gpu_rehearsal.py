@@ -14,7 +14,7 @@ from tests.engine_runs import ROOT
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ("rl_step or receiver or attention or transport", "13 passed, 4 skipped"),
+        ("rl_step or receiver or attention or transport", "13 passed, 5 skipped"),
         ("engines or swap", "14 passed, 3 skipped"),
     ],
 )

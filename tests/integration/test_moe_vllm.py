@@ -17,8 +17,8 @@ from pipelinerl.records import MicroBatch, topics
 from pipelinerl.records.answers import Completion
 from pipelinerl.records.batches import NOT_ROUTED
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
-from pipelinerl.tiny_model import build
 from tests.launches import run_experiment
+from tests.models import save_mixture
 from tests.sender_kit import Senders
 from tests.served import Served, engine_of, largest_error, sample, weight_check
 
@@ -87,17 +87,11 @@ def test_server_reports_the_experts_that_a_forward_pass_chooses(serving: Any, tm
 @pytest.mark.timeout(600)
 def test_trainer_gets_the_experts_that_the_server_chose(tmp_path: Path) -> None:
     """A whole run, in which no weight changes by more than its rounding."""
-    model = build(tmp_path / "model", "largest", 0, {"max_number": 30, "steps": 1})  # its tokenizer is used
-    words = AutoConfig.from_pretrained(model)
-    special = {name: getattr(words, name) for name in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_moe", **(SHARED | MODELS["qwen3_moe"] | special))
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    lm.save_pretrained(model)
+    lm = save_mixture(tmp_path / "model")
     run_dir = tmp_path / "run"
     overrides = (
         "tiny_model=null",
-        f"model_path={model}",
+        f"model_path={tmp_path / 'model'}",
         "finetune.router_replay=true",
         "finetune.learning_rate=1e-12",
     )
