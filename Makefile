@@ -94,6 +94,7 @@ format: install
 	$(PY) -m ruff check --fix $(PACKAGES)
 	$(PY) -m ruff format $(PACKAGES)
 	$(PY) -m pipelinerl.config.docs
+	$(PY) -m pipelinerl schema > conf/schema.json
 	$(PY) -m pipelinerl.observability.catalogue
 	$(PY) -m tools.benchmark_pages
 	$(PY) -m tests.numerics.test_weight_bounds

@@ -7,12 +7,14 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.config.environment import in_utf8
 from pipelinerl.config.origin import make_examples_importable
 from pipelinerl.config.paths import config_names, search_path
+from pipelinerl.config.versions import installed_versions
 from pipelinerl.errors import EXIT_REFUSED, reader_may_leave
 
 
@@ -39,6 +41,10 @@ COMMANDS = {
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
     "gpu-check": Command("pipelinerl.launcher.gpu_check", "verdicts on this machine's GPU, to paste into an issue"),
     "migrate": Command("pipelinerl.config.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),
+    "schema": Command("pipelinerl.config.schema", "JSON schema of an experiment's YAML file, for editors"),
+    "completion": Command(
+        "pipelinerl.config.completion", 'completion of bash and zsh: eval "$(pipelinerl completion)"'
+    ),
     "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
 }
 
@@ -52,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(help_text())
         return 0 if arguments else EXIT_REFUSED
     name = arguments[0]
+    if name == "--version":
+        versions = {"pipelinerl": version("pipelinerl"), **installed_versions()}
+        print(*(f"{package} {number}" for package, number in versions.items()), sep=", ")
+        return 0
     if name not in COMMANDS:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
@@ -79,7 +89,7 @@ def help_text() -> str:
         [
             "pipelinerl COMMAND …: reinforcement learning of language models while they generate",
             "",
-            "Commands (each has --help):",
+            "Commands (each has --help; --version says what is installed):",
             *commands,
             "",
             "Experiments, for --config-name:",

@@ -91,6 +91,9 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
 
     if not arguments:
         return refuse("nothing to run: try `--config-name=quickstart`, or name your own with `output_dir=...`")
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
     config_dir, arguments = take_config_dir(arguments)
     if config_dir and not Path(config_dir).is_dir():
         return refuse(f"--config-dir={config_dir}: there is no such folder")
@@ -128,6 +131,43 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
             raise
         return refuse(explain_file(error, config_dir))
     return max(codes, default=0)
+
+
+HELP = """\
+python -m pipelinerl.launch --config-name=NAME key=value …: start an experiment, or resume it by the same line
+
+  pipelinerl launch --config-name=quickstart output_dir=results/quickstart finetune.max_train_steps=80
+
+Configurations are YAML files in conf/ of the working directory or of the package (`pipelinerl --help` lists them;
+--config-dir=FOLDER names another place). The keys to know:
+
+{keys}
+
+dry_run=true prints world, commands, memory plan and warnings, and starts nothing. --cfg job prints every key as it is
+set, docs/configuration.md explains all of them, and --hydra-help has Hydra's own options, as --multirun.\
+"""
+KEYS_TO_KNOW = (
+    "output_dir",
+    "model_path",
+    "dataset_loader",
+    "actor.rollout_policy",
+    "attempts",
+    "llm.parameters",
+    "finetune.max_train_steps",
+    "finetune.gradient_accumulation_passes",
+    "finetune.learning_rate",
+    "max_lag_steps",
+)
+
+
+def help_text() -> str:
+    """The ten keys of a first experiment and where to read on."""
+    from pipelinerl.config.keys import declared
+    from pipelinerl.config.sections import Config
+
+    meanings = {key.name: key.meaning.partition(". ")[0] for key in declared(Config)}
+    width = max(map(len, KEYS_TO_KNOW))
+    return HELP.format(keys="\n".join(f"  {name:<{width}}  {meanings[name]}" for name in KEYS_TO_KNOW))
 
 
 def shares_folder(cfg: "DictConfig", arguments: Sequence[str]) -> bool:
