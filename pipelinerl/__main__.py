@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         versions = {"pipelinerl": version("pipelinerl"), **installed_versions()}
         print(*(f"{package} {number}" for package, number in versions.items()), sep=", ")
         return 0
+    if name == "completion":
+        from pipelinerl.config.completion import script
+
+        print(script(COMMANDS), end="")
+        return 0
     if name not in COMMANDS:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
@@ -89,7 +94,7 @@ def help_text() -> str:
         [
             "pipelinerl COMMAND …: reinforcement learning of language models while they generate",
             "",
-            "Commands (each has --help; --version says what is installed):",
+            "Commands (each has --help; --version says what is installed, completion prints that of bash and zsh):",
             *commands,
             "",
             "Experiments, for --config-name:",

@@ -1,9 +1,7 @@
 """`eval "$(pipelinerl completion)"`: commands, configurations and keys on the Tab key, in bash and zsh."""
 
-import argparse
 from collections.abc import Iterable
 
-from pipelinerl.__main__ import COMMANDS
 from pipelinerl.config.keys import declared
 from pipelinerl.config.paths import config_names
 from pipelinerl.config.sections import Config
@@ -23,14 +21,7 @@ complete -o nospace -F _pipelinerl pipelinerl
 """
 
 
-def script(commands: Iterable[str], experiments: Iterable[str], keys: Iterable[str]) -> str:
+def script(commands: Iterable[str]) -> str:
     """The completion as a program of bash, which zsh runs as well."""
-    words = {"commands": commands, "experiments": experiments, "keys": (f"{key}=" for key in keys)}
-    return SCRIPT.format(**{name: " ".join(given) for name, given in words.items()})
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        prog="pipelinerl completion", description='completion of bash and zsh: eval "$(pipelinerl completion)"'
-    ).parse_args()
-    print(script(COMMANDS, config_names(), [key.name for key in declared(Config)]), end="")
+    experiments, keys = " ".join(config_names()), " ".join(f"{key.name}=" for key in declared(Config))
+    return SCRIPT.format(commands=" ".join(commands), experiments=experiments, keys=keys)

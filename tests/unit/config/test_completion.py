@@ -6,15 +6,15 @@ import pytest
 
 from pipelinerl.config.completion import script
 
-SCRIPT = script(["launch", "status"], ["quickstart", "words"], ["attempts", "actor.llm_max_rollouts"])
+SCRIPT = script(["launch", "status"])
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("pipelinerl la", ["launch"]),
-        ("pipelinerl launch --config-name=w", ["words"]),
-        ("pipelinerl launch --config-name=words att", ["attempts="]),
+        ("pipelinerl launch --config-name=quickstart_r", ["quickstart_ranks"]),
+        ("pipelinerl launch --config-name=words attem", ["attempts="]),
         ("pipelinerl launch --con", ["--config-name="]),
     ],
 )
