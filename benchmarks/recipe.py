@@ -3,24 +3,30 @@
     python -m benchmarks.recipe results/w1 results/w2 --out examples/words --figures examples.words.words:figures
 
 It writes `result.json` and `curve.png`. ``--figures`` names a function of a recipe that adds figures to an evaluation.
+``--reference`` is the model before any training: how likely it finds the answers, and how often they repeat words, says
+whether they are still English.
 """
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.provenance import commit, machine
 from pipelinerl.config.load import load_old_run
+from pipelinerl.config.paths import newest_export
 from pipelinerl.inspect.report import last_per_step, read_records, read_summary
 from pipelinerl.inspect.samples import SeenRollout, read_tests
 from pipelinerl.observability.catalogue import TrainerMetric
+from pipelinerl.records import TrainingSequence
 from pipelinerl.records.messages import EvaluationDone, SamplesProcessed
 from pipelinerl.streams import set_streams_backend
 
@@ -30,11 +36,14 @@ TRAINING = (
     TrainerMetric.ENTROPY,
     TrainerMetric.ESS,
     TrainerMetric.KL_K1,
+    TrainerMetric.KL_K3,
     TrainerMetric.LAG_MEAN,
     TrainerMetric.LAG_MAX,
     TrainerMetric.TOKENS,
     TrainerMetric.WAIT_S,
 )
+SECONDS = (TrainerMetric.WAIT_S, TrainerMetric.STEP_S, TrainerMetric.PUSH_WAIT_S)
+"""What a step takes of the trainer's time."""
 Figures = Callable[[Mapping[str, float]], Mapping[str, float | None]]
 
 
@@ -70,8 +79,47 @@ def evaluation(seen: EvaluationDone, figures: Figures) -> dict[str, Any]:
 
 
 def training(steps: Sequence[SamplesProcessed]) -> dict[str, list[Any]]:
-    """One list per metric, an entry per optimizer step."""
-    return {name: [rounded(step.metrics.get(name)) for step in steps] for name in TRAINING}
+    """One list per metric, an entry per optimizer step. ``seconds``: of the trainer so far, without interruptions."""
+    spent = [sum(step.metrics.get(name, 0.0) for name in SECONDS) for step in steps]
+    return {
+        "seconds": [rounded(at) for at in accumulate(spent)],
+        **{name: [rounded(step.metrics.get(name)) for step in steps] for name in TRAINING},
+    }
+
+
+def repeated_words(text: str) -> float:
+    """Share of the words that were there before. Articles and prepositions alone give one of five in long sentences."""
+    words = re.findall(r"[a-z'’-]+", text.lower())
+    return 1 - len(set(words)) / len(words) if words else 0.0
+
+
+@torch.inference_mode()
+def logprobs_of(reference: PreTrainedModel, sequence: TrainingSequence) -> list[float]:
+    """The reference's log-probability of every sampled token, in nats, at temperature 1."""
+    ids_1L = torch.as_tensor(sequence.token_ids, dtype=torch.long)[None]
+    nats_L = -torch.nn.functional.cross_entropy(
+        reference(input_ids=ids_1L).logits[0, :-1].float(), ids_1L[0, 1:], reduction="none"
+    )
+    return [nat for start, end, _ in sequence.spans.tolist() for nat in nats_L[start - 1 : end - 1].tolist()]
+
+
+def english(
+    tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel
+) -> dict[str, float]:
+    """Repeated words, and the reference's mean log-probability of a token, of all test answers of one version."""
+    of_version = [test for test in tests if test.dispatched_version == version]
+    nats = [n for test in of_version for sequence in test.rollout.sequences for n in logprobs_of(reference, sequence)]
+    return {
+        "repeated_words": rounded(statistics.fmean(repeated_words(said(test, tokenizer)) for test in of_version)),
+        "reference_nats_per_token": rounded(statistics.fmean(nats)),
+    }
+
+
+def said(test: SeenRollout, tokenizer: PreTrainedTokenizerBase) -> str:
+    return "".join(
+        tokenizer.decode(sequence.token_ids[-len(sequence.logprobs) :], skip_special_tokens=True)
+        for sequence in test.rollout.sequences
+    )
 
 
 def answers(tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -81,26 +129,24 @@ def answers(tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTok
     return [
         {
             "problem": json.loads(test.problem),
-            "answer": "".join(
-                tokenizer.decode(sequence.token_ids[-len(sequence.logprobs) :], skip_special_tokens=True)
-                for sequence in test.rollout.sequences
-            ),
+            "answer": said(test, tokenizer),
             "reward": rounded(test.rollout.reward),
         }
         for test in spread
     ]
 
 
-def record(run_dir: Path, figures: Figures) -> dict[str, Any]:
-    """All that `result.json` says of one run."""
+def record(run_dir: Path, figures: Figures, reference: PreTrainedModel | None = None) -> dict[str, Any]:
+    """All that `result.json` says of one run. ``reference`` None: nothing of whether the answers are English."""
     config = load_old_run(run_dir)
     records = read_records(run_dir, with_rollouts=False)
     steps = last_per_step(records.trainer)
     evaluations = sorted({e.version: e for e in records.evaluations}.values(), key=lambda e: e.version)
-    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(newest_export(run_dir) or config.model_path)
     tests = list(read_tests(run_dir))
     summary = read_summary(run_dir) or {}
     times = [step.timestamp for step in steps]
+    ends = {"before": evaluations[0].version, "after": evaluations[-1].version} if evaluations else {}
     return {
         "seed": config.seed,
         "settings": {
@@ -117,8 +163,8 @@ def record(run_dir: Path, figures: Figures) -> dict[str, Any]:
         "summary": {k: rounded(v) for k, v in summary.items() if not isinstance(v, dict | list)},
         "evaluations": [evaluation(e, figures) for e in evaluations],
         "training": training(steps),
-        "before": answers(tests, evaluations[0].version, tokenizer) if evaluations else [],
-        "after": answers(tests, evaluations[-1].version, tokenizer) if evaluations else [],
+        "english": {when: english(tests, at, tokenizer, reference) for when, at in ends.items() if reference},
+        **{when: answers(tests, at, tokenizer) for when, at in ends.items()},
     }
 
 
@@ -146,11 +192,13 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, one per seed")
     parser.add_argument("--out", type=Path, required=True, help="folder of the recipe")
     parser.add_argument("--figures", type=named, default=no_figures, help="module:function of a mapping of means")
+    parser.add_argument("--reference", help="the model before any training, a folder or a name")
     parser.add_argument("--commit", help="at which the runs were made; else the checkout's")
     parser.add_argument("--note", default="", help="what else the machine did, say")
     args = parser.parse_args()
     set_streams_backend("files")
-    runs = [record(run_dir, args.figures) for run_dir in args.runs]
+    reference = AutoModelForCausalLM.from_pretrained(args.reference, dtype=torch.float32) if args.reference else None
+    runs = [record(run_dir, args.figures, reference) for run_dir in args.runs]
     document = {"machine": machine(), "commit": args.commit or commit(), "note": args.note, "runs": runs}
     (args.out / "result.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     draw(args.out / "curve.png", runs)
