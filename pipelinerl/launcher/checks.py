@@ -460,6 +460,7 @@ def conversations(plan: RunPlan) -> list[str]:
 def domain(plan: RunPlan) -> list[str]:
     if plan.config.debug.mode not in (None, *WITH_ROLLOUTS) or plan.config.stage == "sft":
         return []
+    preflight.check_parsers(plan.config, plan.container)
     return preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
 
 

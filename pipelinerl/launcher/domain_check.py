@@ -27,7 +27,8 @@ from pipelinerl.config.rules.experiment import METRIC_GROUPS, METRICS_OF_ALL
 from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
-from pipelinerl.errors import DatasetError, DomainError, RecordError, TransportError, VerifierError
+from pipelinerl.errors import ConfigError, DatasetError, DomainError, RecordError, TransportError, VerifierError
+from pipelinerl.launcher.chat_trial import Messages, Tools, try_chat
 from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.launcher.trial import answer
 from pipelinerl.llm import TrainableLLM
@@ -70,16 +71,21 @@ class WatchedProblem(dict[str, Any]):
         raise KeyError(key)
 
 
-async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]) -> None:
+async def try_rollouts(
+    cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]
+) -> list[tuple[Messages, Tools]]:
     """Play one rollout per scripted answer, concurrently, on evenly spaced problems.
 
     Args:
         cfg: the configuration as the domain gets it.
 
+    Returns:
+        Messages and tools of the first prompt of each rollout.
     Raises:
         TrialFailure: a result has the wrong type, or all rollouts failed.
     """
     failures: list[tuple[WatchedProblem, BaseException]] = []
+    asked: list[tuple[Messages, Tools]] = []
 
     async def play(index: int, session: aiohttp.ClientSession) -> None:
         problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
@@ -89,6 +95,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
         except Exception as error:  # noqa: BLE001 — the user's function
             failures.append((problem, error))
             return
+        asked.extend(llm.tokenizer.asked[:1])
         try:
             mode: RewardMode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
             checked = check_result(result, mode)
@@ -105,6 +112,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
         await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
     if len(failures) == len(ANSWERS):
         raise explain_failures(failures)
+    return asked
 
 
 async def right_answers(
@@ -181,6 +189,8 @@ class ByteTokenizer:
 
     def __init__(self, model: str = ""):
         self._model = model
+        self.asked: list[tuple[Messages, Tools]] = []
+        """Messages and tools that were rendered."""
 
     @property
     def name_or_path(self) -> str:
@@ -204,8 +214,9 @@ class ByteTokenizer:
         return kept.decode(errors="replace") + end
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any
+        self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **_: Any
     ) -> str:
+        self.asked.append((messages, tools))
         text = "".join(f"<{message['role']}>{said(message['content'])}<end>" for message in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
 
@@ -259,13 +270,14 @@ def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
             )
         try_sampler(cfg, section.name, train)
         try:
-            asyncio.run(try_rollouts(cfg_of_domains(container), rollout, train))
+            asked = asyncio.run(try_rollouts(cfg_of_domains(container), rollout, train))
         except TrialFailure as failure:
             text = f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: it {failure}"
             if failure.certain:
                 raise DomainError(text) from failure
             warnings.append(text)
         else:
+            warnings += try_chat(cfg, asked)
             paid = None if judge else asyncio.run(right_answers(cfg_of_domains(container), rollout, train))
             warnings += [f"`{domain.key('rollout_policy')}` is {section.rollout_policy}: {paid}"] if paid else []
 
@@ -307,7 +319,7 @@ def verdict_on(container: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         warnings.append(
             f"the domain's loader, rollouts or `actor.sampler` took more than {timeout_s:g} s: not checked further"
         )
-    except DomainError as error:
+    except (ConfigError, DomainError) as error:
         refusal, names = str(error), error.names if isinstance(error, DatasetError) else ()
     return {"refusal": refusal and redacted(refusal), "names": names, "warnings": list(map(redacted, warnings))}
 

@@ -17,6 +17,7 @@ from pipelinerl.config.sections import Config, JudgeSection
 from pipelinerl.config.servers import max_model_len, option_of, scoring_models
 from pipelinerl.domains.judge_prompt import judge_messages
 from pipelinerl.errors import ConfigError, DatasetError, DomainError
+from pipelinerl.launcher.chat_trial import parsers_of
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.model_shape import find_context_limit
 
@@ -56,6 +57,21 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     if verdict["refusal"]:
         raise DatasetError(verdict["refusal"], *verdict["names"])
     return list(verdict["warnings"])
+
+
+def check_parsers(config: Config, container: Mapping[str, Any]) -> None:
+    """Make vLLM's parsers of answers with the model's tokenizer, in a separate process that imports vLLM."""
+    if not parsers_of(config):
+        return
+    with in_time("the trial of `llm.tool_parser` and `llm.reasoning_parser`"):
+        try:
+            verdict = run_trial("-m", "pipelinerl.launcher.chat_trial", job=container, timeout_s=TORCH_TIMEOUT_S)
+        except TrialError as error:
+            raise ConfigError(
+                f"`llm.tool_parser`, `llm.reasoning_parser`: {error.how} at their trial: {error}"
+            ) from error
+    if verdict["refusal"]:
+        raise ConfigError(verdict["refusal"])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ To add one, write a function and list it in `METRICS`. Whether a curve moved is 
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pipelinerl.actor.metrics import WINDOW as ROLLOUTS_IN_MEAN
 from pipelinerl.config.sections import Config
@@ -414,7 +415,7 @@ def success_shift(run: Evidence) -> Shift | None:
     return shift_of(successes, trials=trials) if successes else None
 
 
-def running_means(run: Evidence, *metrics: ActorMetric) -> tuple[int, list[int], *tuple[list[float], ...]]:
+def running_means(run: Evidence, *metrics: ActorMetric) -> tuple[Any, ...]:
     """(rollouts behind the first ones, steps, values of each metric) of the actor's points that have new rollouts.
 
     Steps and values are empty for fewer points than `FEWEST_POINTS`.
