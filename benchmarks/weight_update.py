@@ -2,13 +2,16 @@
 
     python -m benchmarks.weight_update --json benchmarks/weight_update.json
     python -m benchmarks.weight_update --accelerator cuda --sizes 0.5B 7B --bucket-mb 8 32 128
+    python -m benchmarks.weight_update --accelerator cuda --sizes 7B --bucket-mb 128 --alone
 
 For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
 arrive in the background; the pause waits for the decoding step under way and covers the swap. *One by one* pauses,
 pulls and loads every tensor by itself, then resumes, on the same server, over the same kind of connection.
 
 With `--accelerator cuda` trainer and server share one GPU, the model is bfloat16, and buckets go over CUDA IPC. One by
-one is left out there: it goes through host memory, so it would lose for another reason.
+one is left out there: it goes through host memory, so it would lose for another reason. With `--alone` the server has
+the GPU for itself at utilization 0.9: updates come over TCP and are staged in page-locked host memory if the GPU has no
+room, and the rate of decoding is measured for several numbers of sequences.
 """
 
 import argparse
@@ -54,6 +57,7 @@ START_S = 300.0
 TIMEOUT_S = 300.0
 CONCURRENCY = 16
 BUCKET_MB = 8
+ALONE_SEQUENCES = (64, 128, 256, 512, 768)
 
 
 def build_model(path: Path, hidden: int, layers: int, vocab: int) -> torch.nn.Module:
@@ -88,9 +92,10 @@ def build_on_gpu(path: Path, shape: ModelShape) -> torch.nn.Module:
         return Qwen2ForCausalLM(config).bfloat16()
 
 
-def write_run(run_dir: Path, model: Path, accelerator: Literal["cpu", "cuda"] = "cpu") -> Job:
-    """The server's job. On a GPU the model has no file of weights."""
+def write_run(run_dir: Path, model: Path, accelerator: Literal["cpu", "cuda"] = "cpu", alone: bool = False) -> Job:
+    """The server's job. On a GPU the model has no file of weights. ``alone``: the trainer is not on that GPU."""
     kwargs, on_gpu = "vllm_config.vllm_kwargs", accelerator == "cuda"
+    share = on_gpu and not alone
     cfg = compose(
         "base",
         [
@@ -104,7 +109,11 @@ def write_run(run_dir: Path, model: Path, accelerator: Literal["cpu", "cuda"] = 
             f"{kwargs}.max-num-batched-tokens=2048",
             f"+{kwargs}.skip-tokenizer-init=true",
             *(
-                [f"+{kwargs}.load-format=dummy", f"{kwargs}.gpu-memory-utilization=0.45", "world.share_devices=true"]
+                [
+                    f"+{kwargs}.load-format=dummy",
+                    f"{kwargs}.gpu-memory-utilization={0.45 if share else 0.9}",
+                    f"world.share_devices={str(share).lower()}",
+                ]
                 if on_gpu
                 else []
             ),
@@ -118,7 +127,7 @@ def write_run(run_dir: Path, model: Path, accelerator: Literal["cpu", "cuda"] = 
     job = Job(name="actor_llm_0", kind="actor_llm", port=port, cores=cores, gpus=gpus, url=f"http://127.0.0.1:{port}")
     fields = {
         "accelerator": accelerator,
-        "share_devices": on_gpu,
+        "share_devices": share,
         "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 1 if on_gpu else 2}],
         "jobs": [msgspec.to_builtins(job), {"name": "finetune_0", "kind": "finetune"}],
     }
@@ -181,9 +190,9 @@ def load(job: Job) -> Iterator[None]:
         thread.join()
 
 
-def decode_step_ms(job: Job, tokens: int = 100) -> float:
+def decode_step_ms(job: Job, tokens: int = 100, sequences: int = CONCURRENCY) -> float:
     """One decoding step of the load, which every pause has to wait for: part of one, or one that began with it."""
-    sampling = {"n": CONCURRENCY, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    sampling = {"n": sequences, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
     body = {"token_ids": [1, 2, 3], "sampling_params": sampling}
     with httpx.Client(base_url=job.url, timeout=TIMEOUT_S) as client:
         for _ in range(2):  # the first warms up
@@ -280,22 +289,27 @@ def measure(name: str, updates: int) -> dict[str, Any]:
     return row | {"pause_ratio": round(ratio, 1)}
 
 
-def measure_on_gpu(name: str, updates: int, buckets_mb: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each size of bucket, all on one server."""
+def measure_on_gpu(name: str, updates: int, buckets_mb: Sequence[int], alone: bool) -> list[dict[str, Any]]:
+    """A row for each size of bucket, all on one server. ``alone``: the trainer's model lies in host memory."""
     rows, shape = [], GPU_SIZES[name]
     with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
         model = build_on_gpu(Path(folder) / "model", shape)
-        job = write_run(Path(folder) / "run", Path(folder) / "model", "cuda")
+        if alone:
+            model = model.cpu()
+            torch.cuda.empty_cache()
+        job = write_run(Path(folder) / "run", Path(folder) / "model", "cuda", alone)
         secret = secrets.token_hex(16)
         gpu = gpu_named(torch.cuda.get_device_name())[1]
         memory = torch.cuda.get_device_properties(0).total_memory
         planned = predicted_pause_s(load_run(Path(folder) / "run"), shape, gpu, 1, memory)
         with server(Path(folder) / "run", job, secret):
             step_ms = decode_step_ms(job)
+            rates = {n: round(1e3 * n / decode_step_ms(job, sequences=n)) for n in ALONE_SEQUENCES if alone}
             for bucket_mb in buckets_mb:
                 with load(job):
                     ours = staged(job, model, secret, updates, bucket_mb)
                 about = {"size": name, "params": shape.parameters, "decode_step_ms": step_ms, "bucket_mb": bucket_mb}
+                about |= {"alone": True, "tokens_per_s": rates} if alone else {}
                 rows.append(about | {"staged": ours, "planned_pause_ms": round(1e3 * planned, 1)})
                 print_row(rows[-1])
     return rows
@@ -331,12 +345,13 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *GPU_SIZES], help="those of the accelerator")
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[BUCKET_MB], help="on a GPU")
+    parser.add_argument("--alone", action="store_true", help="the server has the GPU for itself")
     parser.add_argument("--updates", type=int, default=10)
     args = parser.parse_args()
     rows = []
     if args.accelerator == "cuda":
         for name in args.sizes or ["0.5B"]:
-            rows += measure_on_gpu(name, args.updates, args.bucket_mb)
+            rows += measure_on_gpu(name, args.updates, args.bucket_mb, args.alone)
     else:
         torch.set_num_threads(1)
         for name in args.sizes or list(SIZES):
