@@ -21,7 +21,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import served_path, side_model
 from pipelinerl.config.versions import installed_versions, unsupported
 from pipelinerl.inference.args import vllm_arguments
-from pipelinerl.plan.memory import ASSUMED_GPU_BYTES
+from pipelinerl.plan.speed import ASSUMED_GPU, GPUS
 from pipelinerl.plan.world_table import render_world
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
 
@@ -55,7 +55,7 @@ def server_lines(cfg: Config, world: WorldMap) -> Iterator[tuple[str, tuple[str,
     for kind in ("actor_llm", "preprocessor_llm"):
         if jobs := world.get(kind):
             model = served_path(cfg, side_model(cfg, kind, 0))
-            yield model, vllm_arguments(cfg, world, jobs[0], ASSUMED_GPU_BYTES)
+            yield model, vllm_arguments(cfg, world, jobs[0], GPUS[ASSUMED_GPU].memory)
 
 
 def pretend_to_have_a_gpu() -> None:

@@ -1,8 +1,8 @@
 """All checks before a start, in one place. A start and a dry run run the same checks.
 
-Checks of the plan need only the configuration. Checks of this machine (devices, model, domain, disk, redis-server) say
-nothing about another machine. A dry run for devices that this machine lacks therefore turns their refusals into
-warnings, but for those of a data set or template that is here and wrong.
+Checks of the plan need the configuration, and the data sheet of a GPU. Checks of this machine (devices, model, domain,
+disk, redis-server) say nothing about another machine. A dry run for devices that this machine lacks therefore turns
+their refusals into warnings, but for those of a data set or template that is here and wrong.
 """
 
 import os
@@ -44,6 +44,7 @@ from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
 from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, node_host_bytes, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.speed import planned_gpu
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
@@ -287,20 +288,27 @@ def experts(plan: RunPlan) -> list[str]:
     return []
 
 
+class MemoryPlanError(ConfigError):
+    """The planned memory exceeds that of a GPU."""
+
+
 def memory(plan: RunPlan) -> list[str]:
     """Refuse a plan that does not fit into GPU memory. Warn of one that nearly fills it."""
-    shape = find_model_shape(plan.config.model_path) if plan.world.accelerator == "cuda" else None
-    detected = gpu_memory_bytes()
-    if shape is None or not detected:
+    cfg = plan.config
+    shape = find_model_shape(cfg.model_path) if plan.world.accelerator == "cuda" else None
+    name, _, gpu_bytes = planned_gpu(cfg)
+    is_known = cfg.dry_run or cfg.world.gpu or gpu_memory_bytes()  # a launcher beside a Ray cluster has no GPU
+    if shape is None or not is_known:
         return []
-    kinds = started_kinds(plan.config)
-    needs = memory_plan(plan.config, plan.world, shape, min(detected))
+    kinds = started_kinds(cfg)
+    needs = memory_plan(cfg, plan.world, shape, gpu_bytes)
     needs = tuple(need for need in needs if kinds is None or need.kind in kinds)
     for need in needs:
         if not need.fits:
-            raise ConfigError(
-                f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU; "
-                f"{what_would_fit(plan.config, plan.world, shape, min(detected), need.kind)}"
+            raise MemoryPlanError(
+                f"memory plan ({name}): {need.kind} needs {need.total / GIB:.0f} GiB of "
+                f"{need.capacity / GIB:.0f} GiB per GPU; "
+                f"{what_would_fit(cfg, plan.world, shape, gpu_bytes, need.kind)}"
             )
     return [
         f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU: an "
@@ -472,6 +480,7 @@ OF_THE_PLAN: tuple[StartCheck, ...] = (
     engine,
     optimizer,
     experts,
+    memory,
 )
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     variables,
@@ -480,7 +489,6 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     temporary_folder,
     standalone_roles,
     options_of_servers,
-    memory,
     host_memory,
     redis,
     disk,

@@ -20,7 +20,7 @@ from pipelinerl.config.variables import variables_of
 from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import run_dir, several_nodes, streams_at_start
-from pipelinerl.launcher.checks import checked, run_checks
+from pipelinerl.launcher.checks import MemoryPlanError, checked, run_checks
 from pipelinerl.launcher.commands import CommandOf, printable, role_command
 from pipelinerl.launcher.losses import exit_code_of
 from pipelinerl.launcher.model_build import discard_broken_model
@@ -66,7 +66,11 @@ def dry_run(run: Experiment) -> int:
     plan = plan_run(run)
     if not run.missing:
         run_dir.check_folder(run.path, run.container, force_restart=run.config.force_restart)
-    warnings = run_checks(plan, only_shown=True)
+    try:
+        warnings = run_checks(plan, only_shown=True)
+    except MemoryPlanError:
+        show_world(plan)  # the table says what takes the memory
+        raise
     show_world(plan)
     kinds = started_kinds(run.config)
     for job in (job for job in plan.world.jobs if kinds is None or job.kind in kinds):

@@ -31,8 +31,6 @@ from pipelinerl.plan.training_memory import (
 from pipelinerl.weights.staging_memory import fits_on_device, reserve_bytes
 from pipelinerl.world.map import WorldMap
 
-ASSUMED_GPU_BYTES = 80 * GIB
-"""Memory of a GPU (A100, H100), where the launcher's machine has none."""
 DEFAULT_UTILIZATION = 0.92
 """vLLM's own default, where the configuration sets none."""
 EXPERT_RANKS = ("finetune.expert_ranks", 8)
@@ -75,9 +73,7 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.total <= self.capacity
 
 
-def memory_plan(
-    cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
-) -> tuple[DevicePlan, ...]:
+def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int) -> tuple[DevicePlan, ...]:
     """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
     ranks, wanted = world.trainer_world_size, cfg
     cfg = with_choices(cfg, shape, ranks, gpu_bytes)

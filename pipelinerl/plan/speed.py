@@ -4,6 +4,7 @@ A roofline over the data sheet of the GPU. MFU counts 6 operations per active pa
 decoded one (arXiv:2204.02311). `pipelinerl gpu-check` compares the prediction with a card.
 """
 
+import re
 from functools import partial
 
 import msgspec
@@ -11,12 +12,14 @@ import numpy as np
 
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, most_rollouts, sends_adapter
+from pipelinerl.errors import ConfigError
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization, with_choices
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.throughput import Utilisation
 from pipelinerl.plan.training_memory import recomputed_layers
 from pipelinerl.weights.staging_memory import COMMUNICATORS, fits_on_device
+from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
 from pipelinerl.world.map import WorldMap
 
 DECODE_BANDWIDTH_EFFICIENCY = 0.6
@@ -47,25 +50,26 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Dense 16-bit operations per second."""
     bandwidth: float
     """Bytes per second."""
-    memory: float
-    """Bytes."""
+    memory: int
+    """Bytes, as NVML counts them."""
 
 
-# NVIDIA's data sheets, without sparsity and with sums in float32.
+MIB = 2**20
+# NVIDIA's data sheets, without sparsity and with sums in float32, and the memory that nvidia-smi shows.
 GPUS = {
-    "4090": Gpu(flops=165e12, bandwidth=1.01e12, memory=24e9),
-    "L4": Gpu(flops=121e12, bandwidth=0.3e12, memory=24e9),
-    "A10G": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
-    "L40": Gpu(flops=181e12, bandwidth=0.86e12, memory=48e9),
-    "L40S": Gpu(flops=362e12, bandwidth=0.86e12, memory=48e9),
-    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=80e9),
-    "A100-40GB": Gpu(flops=312e12, bandwidth=1.56e12, memory=40e9),
-    "H20": Gpu(flops=148e12, bandwidth=4.0e12, memory=96e9),
-    "H100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
-    "H100-PCIe": Gpu(flops=756e12, bandwidth=2.0e12, memory=80e9),
-    "H200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
-    "B200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=180e9),
-    "B300": Gpu(flops=2250e12, bandwidth=8.0e12, memory=270e9),
+    "4090": Gpu(flops=165e12, bandwidth=1.01e12, memory=24564 * MIB),
+    "L4": Gpu(flops=121e12, bandwidth=0.3e12, memory=23034 * MIB),
+    "A10G": Gpu(flops=70e12, bandwidth=0.6e12, memory=23028 * MIB),
+    "L40": Gpu(flops=181e12, bandwidth=0.86e12, memory=46068 * MIB),
+    "L40S": Gpu(flops=362e12, bandwidth=0.86e12, memory=46068 * MIB),
+    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=81920 * MIB),
+    "A100-40GB": Gpu(flops=312e12, bandwidth=1.56e12, memory=40960 * MIB),
+    "H20": Gpu(flops=148e12, bandwidth=4.0e12, memory=97871 * MIB),
+    "H100": Gpu(flops=989e12, bandwidth=3.35e12, memory=81559 * MIB),
+    "H100-PCIe": Gpu(flops=756e12, bandwidth=2.0e12, memory=81559 * MIB),
+    "H200": Gpu(flops=989e12, bandwidth=4.8e12, memory=143771 * MIB),
+    "B200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=183359 * MIB),
+    "B300": Gpu(flops=2250e12, bandwidth=8.0e12, memory=275040 * MIB),
 }
 """By the words of CUDA's name: "NVIDIA A100-SXM4-40GB" is an "A100-40GB"."""
 OTHER_BUILDS = {"laptop", "d", "mig", "nvl"}
@@ -113,6 +117,24 @@ def gpu_named(name: str | None) -> tuple[str, Gpu]:
     return found, GPUS[found]
 
 
+def planned_gpu(cfg: Config) -> tuple[str, Gpu, int]:
+    """Name for a table, data sheet, and bytes of the GPU that is planned for, which `world.gpu` describes.
+
+    Raises:
+        ConfigError: `world.gpu` is in no data sheet here, or its name has another size of memory.
+    """
+    wanted = cfg.world.gpu
+    name, gpu = gpu_named(wanted)
+    sizes = [int(size) for size in re.findall(r"([1-9]\d*)gb", (wanted or "").lower())]
+    # A name rounds, and error correction takes a sixteenth of an L4's 24 GB.
+    if wanted and (find_gpu(wanted) is None or any(abs(gpu.memory / 2**30 / size - 1) > 0.1 for size in sizes)):
+        raise ConfigError(f"`world.gpu` is {wanted!r}: known are {', '.join(sorted(GPUS))}")
+    found = () if wanted and cfg.dry_run else gpu_memory_bytes()
+    if not found:
+        return name, gpu, gpu.memory
+    return *gpu_named(next(iter(gpu_names()), None)), min(found)
+
+
 def measured_rates(decode_points: dict[float, float], train: float) -> Rates:
     """Interpolate measured rates linearly between the points and from the origin.
 
@@ -149,7 +171,7 @@ def assumed_rates(
         ValueError: a server cannot hold the weights and one sequence.
     """
     context = mean_context(lengths, prompt_tokens)
-    cache = kv_cache_bytes(cfg, shape, "actor_llm", ranks, int(gpu.memory))
+    cache = kv_cache_bytes(cfg, shape, "actor_llm", ranks, gpu.memory)
     most = int(cache / (shape.kv_bytes_per_token() * context))
     if not most:
         raise ValueError(

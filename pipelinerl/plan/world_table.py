@@ -12,7 +12,7 @@ from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import sends_adapter
 from pipelinerl.plan import ceiling
-from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, sent_parameters, version_bytes
+from pipelinerl.plan.memory import DevicePlan, memory_plan, sent_parameters, version_bytes
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.speed import (
     PROMPT_TOKENS,
@@ -20,12 +20,11 @@ from pipelinerl.plan.speed import (
     RoleSpeed,
     assumed_lengths,
     communicators,
-    gpu_named,
+    planned_gpu,
     predicted_pause_s,
     predicted_speed,
 )
 from pipelinerl.plan.training_memory import GIB
-from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
 from pipelinerl.world.map import Job, WorldMap
 
 
@@ -97,9 +96,9 @@ def compact_numbers(numbers: tuple[int, ...]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -> Table:
-    """Return a table with one section per kind of job. `assumed`: `gpu_bytes` was not measured."""
-    size = f"{gpu_bytes / GIB:.0f} GiB" + (" assumed" if assumed else "")
+def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, gpu: str) -> Table:
+    """Return a table with one section per kind of job. `gpu`: what is planned for."""
+    size = f"{gpu_bytes / GIB:.0f} GiB, {escape(gpu)}"
     table = Table(title=f"Memory per GPU ({size}; estimates)", title_justify="left", header_style="bold")
     table.add_column("job", overflow="fold")
     table.add_column("holds")
@@ -190,14 +189,12 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
         return jobs
     if shape is None:
         return Group(jobs, f"No memory plan: the config.json of {escape(cfg.model_path)} is not on this machine.")
-    detected = gpu_memory_bytes()
-    gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
+    name, gpu, gpu_bytes = planned_gpu(cfg)
     plans = memory_plan(cfg, world, shape, gpu_bytes)
-    name, gpu = gpu_named(next(iter(gpu_names()), None))
     speeds = predicted_speed(cfg, world, shape, gpu, gpu_bytes)
     return Group(
         jobs,
-        memory_table(plans, gpu_bytes, assumed=not detected),
+        memory_table(plans, gpu_bytes, name),
         speed_table(speeds, name),
         update_line(cfg, shape),
         pause_line(cfg, world, shape, gpu, gpu_bytes),

@@ -3,6 +3,7 @@
 import pytest
 
 from pipelinerl.config import load
+from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.program import launch
 from pipelinerl.plan.memory import memory_plan
@@ -68,6 +69,14 @@ def test_configuration_is_shown_by_a_dry_run_that_writes_nothing(name, tmp_path,
     assert "Memory per GPU" in shown
     assert "pipelinerl.finetune" in shown
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_a_world_that_does_not_fit_shows_its_memory_and_is_refused(tmp_path, capsys):
+    overrides = [*REQUIRED, f"output_dir={tmp_path / 'run'}", "dry_run=true", "world.gpus_per_node=8"]
+    overrides += ["world.gpu=A100-40GB", "model_path=Qwen/Qwen2.5-32B"]
+    with pytest.raises(ConfigError, match=r"memory plan \(A100-40GB\)"):  # exit code 2
+        launch(load.compose("base", overrides), overrides)
+    assert "MORE THAN" in capsys.readouterr().out
 
 
 def test_two_nodes_separate_servers_and_trainer():

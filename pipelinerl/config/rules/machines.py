@@ -81,6 +81,12 @@ def reference_without_kl(config: Config) -> str | None:
     return None
 
 
+def gpu_on_cpu(config: Config) -> str | None:
+    if config.world.gpu is not None and config.world.accelerator == "cpu":
+        return "world.gpu has no effect: world.accelerator=cpu"
+    return None
+
+
 def address_without_redis(config: Config) -> str | None:
     streams = config.streams
     if streams.backend == "files" and (streams.host is not None or streams.port is not None):
@@ -110,6 +116,7 @@ RULES = (
 )
 HINTS = (
     reference_without_kl,
+    gpu_on_cpu,
     address_without_redis,
     options_without_own_backend,
     cluster_without_ray,

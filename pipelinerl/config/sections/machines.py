@@ -20,6 +20,11 @@ class WorldSection(Section):
     gpus_per_node: PositiveInt | list[int] | None = key(
         None, "GPUs of every node, or a list with one count per node. Null = this node's, for all", may_change=True
     )
+    gpu: str | None = key(
+        None,
+        "GPU that a dry run plans for, or a launcher without one, e.g. `H100-80GB`. Null = this machine's, or H100",
+        may_change=True,
+    )
     hosts: list[str] | None = key(
         None,
         "names or addresses of the nodes in rank order. Null = from SLURM or `PIPELINERL_HOSTS`, or one node",

@@ -437,6 +437,7 @@ def test_single_tokens_have_a_bound_where_older_ones_are_dropped(
 HINTED = {
     "clip_is_idle": {"finetune__rl__policy_loss": "decoupled_ppo", "finetune__rl__epsilon_high": 0.28},
     "reference_without_kl": {"world__preprocessor_fraction": 1},
+    "gpu_on_cpu": {"world__accelerator": "cpu", "world__gpu": "H100"},
     "address_without_redis": {"streams__port": 6379},
     "options_without_own_backend": {"streams__options": {"bucket": "b"}},
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},

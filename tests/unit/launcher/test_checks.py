@@ -12,6 +12,7 @@ from pipelinerl.errors import ConfigError, DatasetError, PipelineRLError
 from pipelinerl.launcher import checks, vllm_options
 from pipelinerl.launcher.commands import role_command
 from pipelinerl.launcher.run_plan import Experiment, RunPlan, plan_run
+from pipelinerl.plan import speed
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
@@ -31,16 +32,15 @@ def start(*overrides: str, gpus: int = 8) -> RunPlan:
 
 
 def test_memory_plan_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "gpu_memory_bytes", lambda: [16 * GIB] * 8)
     monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [16 * GIB] * 8)
     with pytest.raises(ConfigError, match=says("memory plan", "finetune", "16 GiB", "it fits")):
         checks.memory(start())
 
 
-def test_memory_plan_that_fits_passes_and_unknown_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [140 * GIB] * 8)
-    assert checks.memory(start()) == []
-    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [])
-    assert checks.memory(start()) == []
+def test_memory_plan_that_fits_passes_and_that_of_a_launcher_without_gpus_too() -> None:
+    assert checks.memory(start("world.gpu=H200")) == []
+    assert checks.memory(start("model_path=Qwen/Qwen2.5-72B")) == []
 
 
 @pytest.mark.parametrize(("percent", "warned"), [(94, False), (96, True)])
@@ -48,9 +48,8 @@ def test_memory_plan_that_nearly_fills_the_trainers_device_is_a_warning(
     percent: int, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need = SimpleNamespace(kind="finetune", fits=True, total=percent, capacity=100)
-    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [140 * GIB] * 8)
     monkeypatch.setattr(checks, "memory_plan", lambda *_: (need,))
-    assert bool(checks.memory(start())) is warned
+    assert bool(checks.memory(start("world.gpu=H200"))) is warned
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,11 @@ def test_disk_of_a_lora_run_has_room_for_its_adapter_and_the_merged_model(
         checks.disk(asked)
 
 
-def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
-    assert checks.memory in checks.OF_THIS_MACHINE
+@pytest.mark.parametrize("gpu", ["null", "A100-40GB"])
+def test_memory_plan_for_another_machine_is_refused_in_a_dry_run(gpu: str) -> None:
+    asked = start("dry_run=true", "model_path=Qwen/Qwen2.5-32B", f"world.gpu={gpu}")
+    with pytest.raises(ConfigError, match=says("memory plan", "H100 assumed" if gpu == "null" else gpu)):
+        checks.run_checks(asked, only_shown=True)
 
 
 @pytest.fixture

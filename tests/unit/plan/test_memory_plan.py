@@ -397,7 +397,9 @@ def test_staged_updates_are_summed_per_node():
 def test_plan_says_for_how_many_sequences_graphs_are_captured():
     for limit, said in (("auto", "CUDA graphs for decoding up to 1024 sequences"), (7, "up to 7 sequences")):
         cfg = make_config(f"actor.llm_max_rollouts={limit}")
-        plans = memory_plan(cfg, map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"])
+        plans = memory_plan(
+            cfg, map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], 80 * GIB
+        )
         assert said in plans[1].note.split("; ")[1]
 
 

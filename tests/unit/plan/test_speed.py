@@ -6,7 +6,9 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.config import load
+from pipelinerl.errors import ConfigError
 from pipelinerl.plan import ceiling
+from pipelinerl.plan import speed as speeds
 from pipelinerl.plan.memory import snapshot_bytes, staged_bytes, version_bytes
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.speed import (
@@ -15,6 +17,7 @@ from pipelinerl.plan.speed import (
     find_gpu,
     gpu_named,
     pause_s,
+    planned_gpu,
     predicted_pause_s,
     predicted_speed,
     server_speed,
@@ -23,6 +26,7 @@ from pipelinerl.plan.speed import (
 )
 from pipelinerl.plan.world_table import communicators_line, render_world, update_line
 from pipelinerl.world import Cluster, Node, map_world
+from tests.says import says
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
 SHAPE, H100 = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], GPUS["H100"]
@@ -135,6 +139,39 @@ def test_gpu_is_found_by_whole_words_and_the_most_of_them(name: str, key: str | 
     assert find_gpu(name) == key
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("H100-80GB", "H100"),
+        ("h100", "H100"),
+        ("A100-40GB", "A100-40GB"),
+        ("L4-24GB", "L4"),
+        ("B300-288GB", "B300"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        (None, "H100"),
+    ],
+)
+def test_gpu_that_is_meant_has_its_data_sheet(name: str | None, key: str) -> None:
+    asked = make_config("dry_run=true", f"world.gpu={'null' if name is None else repr(name)}")
+    assert planned_gpu(asked)[1:] == (GPUS[key], GPUS[key].memory)
+
+
+@pytest.mark.parametrize("name", ["H100-40GB", "A100-94GB", "GH200", "H200 NVL", "TPU"])
+def test_gpu_of_no_data_sheet_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(ConfigError, match=says("world.gpu", name, "A100, A100-40GB", "L40S")):
+        planned_gpu(make_config(f"world.gpu={name!r}"))
+
+
+def test_a_start_plans_for_its_own_gpus_and_a_dry_run_for_the_one_that_is_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speeds, "gpu_memory_bytes", lambda: (40 * 2**30, 39 * 2**30))
+    monkeypatch.setattr(speeds, "gpu_names", lambda: ("NVIDIA A100-PCIE-40GB",) * 2)
+    assert planned_gpu(make_config("world.gpu=H200")) == ("A100-40GB", GPUS["A100-40GB"], 39 * 2**30)
+    assert planned_gpu(make_config("dry_run=true"))[2] == 39 * 2**30
+    assert planned_gpu(make_config("dry_run=true", "world.gpu=H200"))[0] == "H200"
+
+
 def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
     cfg = make_config()
     written = io.StringIO()
@@ -142,11 +179,11 @@ def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
     console.print(render_world(cfg, make_world(cfg, 8)))
     printed = written.getvalue()
     assert "Predicted speed (H100 assumed" in printed
-    for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30):
+    for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, H100.memory):
         assert f"{speed.tokens_per_s:,.0f}" in printed
         assert f"{speed.mfu:.1%}" in printed
     assert "at most 3 communicator(s) in a server's GPU" in printed
-    slower = min(speed.tokens_per_s for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30))
+    slower = min(speed.tokens_per_s for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, H100.memory))
     for line in ceiling.lines(cfg, slower, 8, 0.3 * cfg.llm.parameters["max_tokens"], 500):
         assert line in " ".join(printed.split())
 
