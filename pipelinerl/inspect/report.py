@@ -13,6 +13,7 @@ from typing import Any
 from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metrics_file
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.balance import balance_figures, balance_line
+from pipelinerl.inspect.card import write_cards
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points, points_of, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
@@ -319,7 +320,11 @@ def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
 
 
 def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float) -> dict[str, Any]:
-    """Write `summary.json` and `learning_curve.png`, and return the summary. Times are as in `phases_of`."""
+    """Write `summary.json`, `learning_curve.png` and the cards of the exports. Times are as in `phases_of`.
+
+    Returns:
+        the summary.
+    """
     records, actor_points = read_records(run_dir, replicas=cfg.world.replicas), read_metrics(run_dir, "actor")
     previous, now = read_summary(run_dir), time.time()
     total_s = now - launched + float((previous or {}).get("wall_s") or 0.0)
@@ -331,6 +336,7 @@ def write_report(run_dir: Path, cfg: Config, *, launched: float, started: float)
         summary["balance"] = balance_figures(run_dir, cfg)
     replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
     draw_learning_curve(run_dir / CURVE_FILE, records, actor_points, held_out_curve(trainer_points))
+    write_cards(run_dir, cfg, records.evaluations)
     return summary
 
 
