@@ -36,6 +36,10 @@ COMMANDS = [
 ]
 
 
+FIRST_DAY = re.findall(r"^\| \d.*", PAGE.partition("## One machine")[0], re.MULTILINE)
+"""Rows of the table that says what the first commands print."""
+
+
 def commands(module: str) -> list[list[str]]:
     return [command[3:] for command in COMMANDS if command[2] == f"pipelinerl.{module}"]
 
@@ -129,8 +133,12 @@ def test_launches_pass_a_dry_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "check_domain", lambda container: [])  # each domain's own tests run it
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # without a network, a question to it would wait for its time-out
+    monkeypatch.setenv("COLUMNS", "250")
     code = launch([*arguments, "dry_run=true", f"output_dir={tmp_path / 'run'}"])
-    assert (code, "nothing was started" in capsys.readouterr().out) == (0, True)
+    printed, place = capsys.readouterr().out, commands("launch").index(arguments)
+    assert (code, "nothing was started" in printed, len(FIRST_DAY)) == (0, True, 5)
+    for figure in FIRST_DAY[place].strip("| ").split(" | ")[2:] if place < len(FIRST_DAY) else ():
+        assert f" {figure} " in printed
 
 
 def test_every_command_of_the_page_is_known() -> None:
