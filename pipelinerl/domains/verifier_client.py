@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.reward_functions import judge_names
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.verdicts import Check, Verdict, unparsable
 
@@ -171,7 +172,7 @@ def judged(verdict: Verdict) -> Verdict:
 def client_of(cfg: DictConfig) -> VerifierClient:
     """Returns the client of the run's verifiers (from ``cfg.jobs``). There is one per process."""
     urls = tuple(str(job["url"]) for job in cfg.get("jobs") or () if job["kind"] == "verifier")
-    judges = tuple((cfg.get("verifier") or {}).get("judges") or ())
+    judges = (*((cfg.get("verifier") or {}).get("judges") or ()), *judge_names(cfg.get("reward_function")))
     if (urls, judges) not in _clients:
         _clients[urls, judges] = VerifierClient(urls, judges=judges)
     return _clients[urls, judges]

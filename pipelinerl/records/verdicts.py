@@ -26,6 +26,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     score: float = 0.0
     detail: str = ""
     """The reason, for people. Never parsed."""
+    numbers: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    """Of a reward function alone: its `score`, and what else it reports. Empty: it does not apply to the problem."""
 
 
 class MathAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.config.debug import READS, WITH_ROLLOUTS
 from pipelinerl.config.keys import declared
+from pipelinerl.config.reward_functions import name_of, weights_of
 from pipelinerl.config.sections import Config
 
 METRICS_OF_ALL = ("reward", "success", "no_error", "no_answer")
@@ -16,6 +17,7 @@ SFT_DOMAIN = "sft"
 """Domain of the conversations of `sft.datasets` in records."""
 METRIC_GROUPS = ("eval", "failures", "groups_dropped", "loop_blocked_s", "mix", "published_before_miss", "refused")
 """First parts of the actor's own metrics, such as `eval/success`. A domain's are `<domain>/success`."""
+REWARDED = "pipelinerl.domains.reward_function.generate_rollout"
 CHAT_KEYS = ("rubric", "template", "levels", "votes", "vote", "temperature", "max_tokens")
 """Keys of a judge that asks for an opinion."""
 
@@ -61,6 +63,26 @@ def judges_can_judge(config: Config) -> str | None:
         changed = [k for k in CHAT_KEYS if getattr(judge, k) != fields[k].get_default(call_default_factory=True)]
         if judge.kind == "reward" and changed:
             return f"{entry} has {', '.join(changed)}, which only kind=chat reads: remove it"
+    return None
+
+
+def reward_function_is_played(config: Config) -> str | None:
+    """Refuses a reward function that no domain plays, a domain that lacks it, and metrics of one name."""
+    played = [entry.rollout_policy for entry in config.domains or ()] or [config.actor.rollout_policy]
+    if bool(config.reward_function) != (REWARDED in (*played, *config.actor.domain_rollouts.values())):
+        if not config.reward_function:
+            return f"`reward_function` is not set, but {REWARDED} needs it: name yours, as my_module.score"
+        return (
+            f"`reward_function` is set, but no domain plays it: use --config-name=reward_function, or {REWARDED} as "
+            "`actor.rollout_policy`"
+        )
+    names = [name_of(dotted) for dotted in weights_of(config.reward_function)]
+    for name in names if len(names) > 1 else ():
+        if names.count(name) > 1 or name in METRICS_OF_ALL:
+            return (
+                f"`reward_function`: each of several is a metric of its name, and {name!r} is also another's: rename "
+                "the function"
+            )
     return None
 
 
@@ -233,6 +255,7 @@ def last_group_is_cut(config: Config) -> str | None:
 RULES = (
     domains_are_told_apart,
     judges_can_judge,
+    reward_function_is_played,
     sft_has_conversations,
     streams_come_with_their_mode,
     recorded_streams_become_files,

@@ -306,6 +306,17 @@ class Config(Section):
         "rewards by outcome, for domains that use them. Files in `conf/rewards` are chosen by e.g. "
         "`rewards=success_and_format`",
     )
+    reward_function: str | list[str] | dict[str, float] | None = key(
+        None,
+        "dotted name of a function of yours in verl's or TRL's form, for `--config-name=reward_function`. A list: the "
+        "sum of several; a mapping: with their weights ([You have a reward function](guides/reward-function.md))",
+    )
+    reward_function_kind: Literal["auto", "verl", "trl"] = key(
+        "auto", "the form of `reward_function`. Auto = the names of its parameters say it"
+    )
+    reward_function_timeout_s: PositiveFloat = key(
+        120, "longest time of an async `reward_function`. `verifier.timeout_s` limits the others", may_change=True
+    )
     train_subset: SubsetSection | None = key(
         None,
         "train on the problems from `begin` to before `end` of each domain, as the loader returns them. Null = all",

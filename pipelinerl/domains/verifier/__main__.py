@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.reward_functions import verifier_of
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import VerifierError
 from pipelinerl.membership.role import RoleContext, run_role
@@ -24,7 +25,7 @@ POLL_S = 0.2
 def main(context: RoleContext) -> None:
     """Serves on the job's port. A world on loopback listens only there, any other world requires the run's secret."""
     closed = not context.world.is_open
-    app = create_app(context.cfg.verifier, secret=None if closed else os.environ[SECRET_VARIABLE])
+    app = create_app(verifier_of(context.cfg), secret=None if closed else os.environ[SECRET_VARIABLE])
     assert context.job.port is not None, "the world map gives every verifier a port"
     tls = server_files(context.cfg.world, context.job.hostname)
     config = uvicorn.Config(

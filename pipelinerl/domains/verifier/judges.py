@@ -4,11 +4,14 @@ An exception in a judge becomes the verdict ``error``. If the answer is to blame
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pipelinerl.domains.countdown.judge as countdown
 import pipelinerl.domains.math.judge as math
 from pipelinerl.config.dotted import resolve_function
+from pipelinerl.config.reward_functions import REWARD
+from pipelinerl.domains.reward_forms import judge_reward
 from pipelinerl.records.verdicts import Check, Verdict, error
 
 Judge = Callable[[str, Any, dict[str, Any]], Verdict]
@@ -17,9 +20,13 @@ JUDGES: dict[str, Judge] = {"countdown": countdown.judge, "math": math.judge}
 
 
 def judges_of(names: Sequence[str]) -> dict[str, Judge]:
-    """Returns the verifier's own judges, and those of `verifier.judges` by their dotted names."""
+    """Returns the verifier's own judges, those of `verifier.judges` by their dotted names, and reward functions."""
     # A request never names a module to import: whoever can send one could run any code.
-    return JUDGES | {name: resolve_function(name) for name in names}
+    found = {name: resolve_function(name.removeprefix(REWARD)) for name in names}
+    return JUDGES | {
+        name: partial(judge_reward, function) if name.startswith(REWARD) else function
+        for name, function in found.items()
+    }
 
 
 def refusal(kind: str, judges: Collection[str]) -> str | None:

@@ -15,6 +15,7 @@ import msgspec
 import uvicorn
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.config.reward_functions import verifier_of
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import describe_error
 from pipelinerl.domains.verifier.app import create_app
@@ -59,7 +60,7 @@ def verifier(cfg: Config) -> Iterator[list[dict[str, Any]]]:
     if not cfg.world.verifier_replicas:
         yield []
         return
-    app = create_app(cfg.verifier)
+    app = create_app(verifier_of(cfg))
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],), name="verifier", daemon=True)

@@ -63,6 +63,7 @@ REFUSED = {
     "renderer_is_alone": {"llm__renderer": "qwen3", "llm__chat_template": "own.jinja"},
     "domains_are_told_apart": {"domains": [domain("a/b")]},
     "judges_can_judge": {"judges": [{"name": "helpful", "model_path": "some/model"}]},
+    "reward_function_is_played": {"reward_function": "my_module.score"},
     "wandb_takes_its_names": {"wandb__wandb_project_name": "rl/maths"},
     "loss_is_a_def": {"finetune__rl__policy_loss": "tests.losses.bound"},
     "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},

@@ -1,0 +1,179 @@
+"""The domain of `reward_function`: one question, one answer, rewarded by functions of the user's.
+
+What computes (`def`) runs in the verifier, where it has limits and blocks no rollout. What waits (`async def`) runs in
+the rollout worker. A failure of a function is an exception, never a reward.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import aiohttp
+import msgspec
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ConfigDict
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.config.reward_functions import REWARD, name_of, weights_of
+from pipelinerl.domains.columns import ANSWERS, checked_columns, column, found_column, question_of
+from pipelinerl.domains.contract import import_named
+from pipelinerl.domains.datasets import Problem, rows_of
+from pipelinerl.domains.judge_client import all_of
+from pipelinerl.domains.reward_forms import Answered, Form, arguments, form_of, numbers_of
+from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
+from pipelinerl.domains.single_turn import conversation
+from pipelinerl.domains.verifier_client import client_of
+from pipelinerl.errors import DomainError, RecordError, VerifierError
+from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", *ANSWERS)
+"""Usual columns of what an answer is compared with."""
+DEFAULT_TIMEOUT_S = 120.0
+"""Used where the configuration has no `reward_function_timeout_s`, as in a test."""
+
+required_problem_keys = ("task",)
+
+
+def load_problems(
+    dataset_names: list[str],
+    columns: dict[str, str] | None = None,
+    max_problems: int | None = None,
+    max_left_out: float = MAX_LEFT_OUT,
+) -> list[Problem]:
+    """Loads problems ``{"dataset", "task", "answer", "columns"}``. ``columns`` is the whole row.
+
+    Args:
+        dataset_names: see ``pipelinerl.domains.datasets``.
+        columns: field → column, for ``task`` and ``ground_truth``.
+        max_problems: maximum number of rows to read per data set. None: all.
+        max_left_out: largest share of a data set's rows that may lack a question. They are left out.
+    """
+    named = checked_columns(columns, ("task", "ground_truth"))
+
+    def read(given: dict[str, Any], _: int) -> Problem:
+        try:
+            row = msgspec.to_builtins(given)  # dates and decimals become texts
+        except TypeError as error:
+            raise UnusableRow("a value that is no plain data", str(error)) from error
+        truth = named.get("ground_truth")
+        found = column(row, truth, (), "ground_truth") if truth else found_column(row, None, GROUND_TRUTHS)
+        return {"task": question_of(row, named.get("task")), "answer": found and found[1], "columns": row}
+
+    return [
+        {"dataset": name} | problem
+        for name in dataset_names
+        for problem in load_usable(name, rows_of(name, True), read, max_rows=max_problems, max_left_out=max_left_out)
+    ]
+
+
+class RewardMetrics(BaseMetrics):
+    """With a score for every function, by its name, and the seconds until all had answered."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Samples one answer and rewards it with the weighted sum of the scores.
+
+    Raises:
+        DomainError: a function fits no form, raised, or returned something else; or none applies to the problem.
+        VerifierError: a function exceeded a limit, or the verifier did not answer.
+    """
+    weights = weights_of(cfg.reward_function)
+    started = time.monotonic()
+    call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, problem["task"])), session)
+    text = make_training_text(llm, call)
+    answered = Answered(
+        task=problem["task"],
+        output=call.output.content or "",
+        completion_ids=text.call_tokens.completion_ids.tolist() if text.call_tokens is not None else [],
+        columns=problem.get("columns", problem),  # of another loader
+        ground_truth=problem.get("answer"),
+        dataset=problem.get("dataset", ""),
+    )
+    sampled = time.monotonic()
+    found = await all_of(asked(cfg, dotted, answered, session) for dotted in weights)
+    scores = dict(zip(weights, found, strict=True))
+    text.reward, shown = rewarded(scores, weights, OmegaConf.select(cfg, "finetune.rl.reward_weights") or {})
+    metrics: dict[str, Any] = shown | {
+        "reward": text.reward,
+        "success": found[0].get("score", 0.0) > 0,
+        "no_error": True,
+        "no_answer": not answered.output.strip(),
+        "reward_s": time.monotonic() - sampled,
+    }
+    return RolloutResult(
+        training_texts=[text],
+        metrics=RewardMetrics(**metrics),
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )
+
+
+def rewarded(
+    found: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], named: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Returns the reward, and the metrics of the functions.
+
+    Args:
+        found: dotted name → what the function said (`numbers_of`).
+        weights: dotted name → weight.
+        named: `finetune.rl.reward_weights`, which replace ``weights``.
+    Raises:
+        DomainError: no function applies.
+    """
+    scores = {name_of(dotted): said["score"] for dotted, said in found.items() if said}
+    if not scores:
+        raise DomainError(f"no reward function applies to this problem: {list(found)} returned None")
+    own = named or {name_of(dotted): weight for dotted, weight in weights.items()}
+    others = {
+        f"{name_of(dotted)}_{name}": value
+        for dotted, said in found.items()
+        for name, value in said.items()
+        if name != "score"
+    }
+    # One that is compared on its own needs a value. All attempts at the problem get the same.
+    unsaid = {name_of(dotted): 0.0 for dotted in found if name_of(dotted) in named}
+    return sum(own.get(name, 0.0) * score for name, score in scores.items()), unsaid | scores | others
+
+
+async def asked(cfg: DictConfig, dotted: str, answered: Answered, session: aiohttp.ClientSession) -> dict[str, float]:
+    """Returns what one function says of the answer. Raises as ``generate_rollout`` does."""
+    function, form = known(dotted, cfg.get("reward_function_kind") or "auto")
+    given = arguments(dotted, function, form, answered)
+    if is_async(function):
+        limit_s = float(cfg.get("reward_function_timeout_s") or DEFAULT_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return numbers_of(form, await function(**given))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise VerifierError(
+                f"{dotted} took longer than {limit_s:g} s: raise `reward_function_timeout_s`"
+            ) from error
+        except (DomainError, RecordError) as error:
+            raise DomainError(f"`reward_function` is {dotted}: {error}") from error
+    verdict = await client_of(cfg).check(session, REWARD + dotted, "", form, arguments=given)
+    if verdict.status == "correct":
+        return verdict.numbers or {}
+    if verdict.status == "wrong":
+        raise DomainError(f"`reward_function` is {dotted}: {verdict.detail}")
+    raise VerifierError(f"{dotted}: {verdict.detail} (`verifier.timeout_s`, `memory_mb`, `max_body_kb`)")
+
+
+@lru_cache
+def known(dotted: str, kind: str) -> tuple[Callable[..., Any], Form]:
+    """Imports a function, and returns it with its form."""
+    function = import_named("reward_function", dotted)
+    return function, form_of(dotted, function, kind)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
