@@ -1,9 +1,11 @@
-"""Reads `reward_function`: one function, several, or several with weights."""
+"""Reads `reward_function`: one function, several, or several with weights. A name without a dot is a judge's."""
 
 from collections.abc import Mapping, Sequence
 
 from pipelinerl.config.sections import Config, VerifierSection
 
+MATH = "math"
+"""Name of the verifier's judge of mathematics among reward functions. Others without a dot are in `judges`."""
 REWARD = "reward:"
 """What the verifier's name of a reward function begins with, where that of a judge does not."""
 
@@ -26,7 +28,11 @@ def name_of(dotted: str) -> str:
 
 def judge_names(given: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
     """Returns the names under which a verifier knows the functions."""
-    return tuple(REWARD + dotted for dotted in weights_of(given))
+    return tuple(REWARD + name for name in weights_of(given) if not is_judge(name))
+
+
+def is_judge(name: str) -> bool:
+    return "." not in name
 
 
 def verifier_of(config: Config) -> VerifierSection:

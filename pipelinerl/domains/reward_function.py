@@ -17,17 +17,19 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.config.reward_functions import REWARD, name_of, weights_of
+from pipelinerl.chat.continuation import spoken
+from pipelinerl.config.reward_functions import MATH, REWARD, is_judge, name_of, weights_of
 from pipelinerl.domains.columns import ANSWERS, checked_columns, column, found_column, question_of
 from pipelinerl.domains.contract import import_named
 from pipelinerl.domains.datasets import Problem, rows_of
-from pipelinerl.domains.judge_client import all_of
+from pipelinerl.domains.judge_client import all_of, judge_of
 from pipelinerl.domains.reward_forms import Answered, Form, arguments, form_of, numbers_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.domains.verifier_client import client_of
 from pipelinerl.errors import DomainError, RecordError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", *ANSWERS)
@@ -144,7 +146,9 @@ def rewarded(
 
 
 async def asked(cfg: DictConfig, dotted: str, answered: Answered, session: aiohttp.ClientSession) -> dict[str, float]:
-    """Returns what one function says of the answer. Raises as ``generate_rollout`` does."""
+    """Returns what one function or judge says of the answer. Raises as ``generate_rollout`` does."""
+    if is_judge(dotted):
+        return {"score": (await judged_by(cfg, dotted, answered, session)).score}
     function, form = known(dotted, cfg.get("reward_function_kind") or "auto")
     given = arguments(dotted, function, form, answered)
     if is_async(function):
@@ -166,6 +170,16 @@ async def asked(cfg: DictConfig, dotted: str, answered: Answered, session: aioht
     if verdict.status == "wrong":
         raise DomainError(f"`reward_function` is {dotted}: {verdict.detail}")
     raise VerifierError(f"{dotted}: {verdict.detail} (`verifier.timeout_s`, `memory_mb`, `max_body_kb`)")
+
+
+async def judged_by(cfg: DictConfig, name: str, answered: Answered, session: aiohttp.ClientSession) -> Verdict:
+    """Returns the verdict of the verifier's judge of mathematics, or of one of `judges`."""
+    if name == MATH:
+        answer_format = (cfg.get("environment") or {}).get("answer_format", "boxed")
+        client = client_of(cfg)
+        return await client.check(session, MATH, answered.output, answered.ground_truth, answer_format=answer_format)
+    reference = answered.ground_truth if isinstance(answered.ground_truth, str) else ""
+    return await judge_of(cfg, name).check(session, answered.task, spoken(answered.output), reference)
 
 
 @lru_cache

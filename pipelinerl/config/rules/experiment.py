@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.config.debug import READS, WITH_ROLLOUTS
 from pipelinerl.config.keys import declared
-from pipelinerl.config.reward_functions import name_of, weights_of
+from pipelinerl.config.reward_functions import MATH, is_judge, name_of, weights_of
 from pipelinerl.config.sections import Config
 
 METRICS_OF_ALL = ("reward", "success", "no_error", "no_answer")
@@ -67,7 +67,7 @@ def judges_can_judge(config: Config) -> str | None:
 
 
 def reward_function_is_played(config: Config) -> str | None:
-    """Refuses a reward function that no domain plays, a domain that lacks it, and metrics of one name."""
+    """Refuses a reward function that no domain plays or that no judge is, a domain without one, metrics of one name."""
     played = [entry.rollout_policy for entry in config.domains or ()] or [config.actor.rollout_policy]
     if bool(config.reward_function) != (REWARDED in (*played, *config.actor.domain_rollouts.values())):
         if not config.reward_function:
@@ -76,7 +76,14 @@ def reward_function_is_played(config: Config) -> str | None:
             f"`reward_function` is set, but no domain plays it: use --config-name=reward_function, or {REWARDED} as "
             "`actor.rollout_policy`"
         )
-    names = [name_of(dotted) for dotted in weights_of(config.reward_function)]
+    given = weights_of(config.reward_function)
+    judges = {MATH, *(judge.name for judge in config.judges)}
+    if unknown := sorted(name for name in given if is_judge(name) and name not in judges):
+        return (
+            f"`reward_function` has {unknown[0]!r}, which is no judge ({sorted(judges)}): name a function as "
+            "module.function, or an entry of `judges`"
+        )
+    names = [name_of(dotted) for dotted in given]
     for name in names if len(names) > 1 else ():
         if names.count(name) > 1 or name in METRICS_OF_ALL:
             return (

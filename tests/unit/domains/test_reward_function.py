@@ -7,11 +7,12 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.reward_functions import verifier_of
 from pipelinerl.config.rules import check_rules
-from pipelinerl.domains import verifier_client
+from pipelinerl.domains import reward_function, verifier_client
 from pipelinerl.domains.reward_forms import Answered, arguments, form_of
 from pipelinerl.domains.reward_function import generate_rollout, load_problems
 from pipelinerl.domains.verifier_client import IN_PROCESS
 from pipelinerl.errors import ConfigError, DomainError, VerifierError
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.testing import run_rollout
 from tests.brought_rewards import Longer
 from tests.says import says
@@ -105,6 +106,19 @@ async def test_rewards_that_are_compared_on_their_own_have_their_weights_from_th
     assert (metrics["reward"], metrics["math_reward_func"], metrics["coding_reward_func"]) == (3.0, 1.0, 0.0)
 
 
+async def test_function_and_shipped_judge_are_combined(tmp_path, monkeypatch):
+    class Helpful:
+        async def check(self, session, question, answer, reference):
+            assert (question, answer, reference) == (MESSAGES, "It is \\boxed{42}.", "42")
+            return Verdict(status="wrong", score=0.5)
+
+    monkeypatch.setattr(reward_function, "judge_of", lambda cfg, name: {"helpful": Helpful()}[name])
+    three = {"math": 1.0, "helpful": 0.2, "tests.brought_rewards.my_reward_fn": 10.0}
+    metrics = await metrics_of(tmp_path, three, VERL, "<think>6 × 7</think>It is \\boxed{42}.")
+    assert (metrics["math"], metrics["helpful"], metrics["my_reward_fn"]) == (1.0, 0.5, 0.37)
+    assert metrics["reward"] == pytest.approx(1.0 + 0.1 + 3.7, abs=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["verl", "trl"])
 async def test_kind_decides_where_names_do_not(tmp_path, kind):
     assert (await metrics_of(tmp_path, "anything", VERL, "x", reward_function_kind=kind))["reward"] == 1.0
@@ -179,6 +193,7 @@ def test_five_lines_are_an_experiment_whose_verifier_knows_the_function():
         ("base", ["reward_function=a.b"], ("no domain plays it", "--config-name=reward_function")),
         ("reward_function", ["reward_function=[a.x, b.x]"], ("'x'", "rename")),
         ("reward_function", ["reward_function=[a.x, b.success]"], ("'success'", "rename")),
+        ("reward_function", ["reward_function=[math, helpful]"], ("'helpful'", "no judge", "['math']")),
         ("reward_function", ["reward_function=3"], ("reward_function",)),
     ],
 )
