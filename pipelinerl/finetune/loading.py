@@ -19,7 +19,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.adapter import BASE, is_adapter
 from pipelinerl.finetune.checkpoint_names import Block, CheckpointNames
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.model import LM_PREFIX, empty_lm, load_lm
+from pipelinerl.finetune.model import DTYPES, LM_PREFIX, empty_lm, load_lm
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,11 @@ def load_model(cfg: Config, attention: str, *, whole: bool = False) -> tuple[nn.
 
     Args:
         attention: name of the implementation in transformers.
-        whole: load it, also where it could be streamed.
+        whole: load it in `finetune.dtype`, also where it could be streamed.
     """
-    files = None if whole else WeightFiles.find(cfg.model_path)
+    if whole:
+        return load_lm(cfg.model_path, cfg, attention, DTYPES[cfg.finetune.dtype]), None
+    files = WeightFiles.find(cfg.model_path)
     if files is not None:
         lm = empty_lm(cfg.model_path, cfg, attention)
         lacking = files.lacking(lm)

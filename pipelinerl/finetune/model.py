@@ -235,8 +235,8 @@ def load_config(source: str | Path, cfg: Config) -> PreTrainedConfig:
     return config
 
 
-def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
-    """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``.
+def load_lm(source: str | Path, cfg: Config, attention: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Load the causal LM at ``source`` in ``dtype`` and set it up for training with implementation ``attention``.
 
     Raises:
         ConfigError: the files lack a parameter. transformers would fill it with random values, others on every rank.
@@ -245,7 +245,7 @@ def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
     lm, found = auto_class(config).from_pretrained(
         str(source),
         config=config,
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation=attention_of(config, attention),
         trust_remote_code=cfg.trust_remote_code,
         output_loading_info=True,

@@ -99,6 +99,9 @@ def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) ->
     lm, found = load_model(cfg, "sdpa", whole=damage == "asked for")
     assert found is None
     assert not is_empty(lm)
+    assert {parameter.dtype for parameter in lm.parameters()} == {
+        torch.bfloat16 if damage == "asked for" else torch.float32
+    }
 
 
 @pytest.mark.parametrize("lora", ["true", "false"])
