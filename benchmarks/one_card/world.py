@@ -116,9 +116,11 @@ def run(out: Path, options: Sequence[str], *, strike: str = "", limit_s: float =
 def kill(run_dir: Path, job: str, ended: Callable[[], bool]) -> bool:
     """Kill a job's process once the trainer has made `STRIKE_STEP` steps. False: the run ended before."""
     while not ended():
-        if len(read_metrics(run_dir, "finetune")) >= STRIKE_STEP and job in (found := read_statuses(run_dir)):
-            os.kill(found[job].pid, signal.SIGKILL)
-            return True
+        made = len(read_metrics(run_dir, "finetune"))
+        for name, status in read_statuses(run_dir).items() if made >= STRIKE_STEP else ():
+            if name.partition(".")[0] == job:  # a trainer rank's status is `finetune_1.rank1`
+                os.kill(status.pid, signal.SIGKILL)
+                return True
         time.sleep(LOOK_S)
     return False
 

@@ -1,6 +1,7 @@
 """Scripts for one card, without it: the world that is planned, and what they make of logs and kernels."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def test_events_of_all_roles_are_counted(tmp_path: Path) -> None:
         (tmp_path / job / "log.txt").write_text("I event=shard_learned a=1\n")
     found = world.facts(tmp_path)
     assert (found["shard_learned"], found["nccl_group_formed"]) == (2, 0)
+
+
+@pytest.mark.parametrize(("steps", "killed"), [(world.STRIKE_STEP - 1, []), (world.STRIKE_STEP, [71])])
+def test_rank_of_a_job_is_killed_after_its_steps(
+    steps: int, killed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "finetune.jsonl").write_text('{"step": 0}\n' * steps)
+    found = {"finetune_0": SimpleNamespace(pid=70), "finetune_1.rank1": SimpleNamespace(pid=71)}
+    monkeypatch.setattr(world, "read_statuses", lambda run_dir: found)
+    monkeypatch.setattr(world, "LOOK_S", 0.0)
+    struck: list[int] = []
+    monkeypatch.setattr(world.os, "kill", lambda pid, _: struck.append(pid))
+    looks = iter([False, True])
+    assert world.kill(tmp_path, "finetune_1", lambda: next(looks)) is bool(killed)
+    assert struck == killed
 
 
 def test_kernels_are_summed_by_kind_and_the_longest_comes_first() -> None:
