@@ -132,3 +132,33 @@ def traits_of(name: str) -> EngineTraits:
         ConfigError: ``name`` is no engine.
     """
     return TRAITS[name] if name in TRAITS else engine_class(name).traits
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Refuse an engine that cannot run with the settings or with this number of ranks.
+
+    Raises:
+        ConfigError: which setting it is.
+    """
+    name = engine_of(config, ranks)
+    traits = traits_of(name)
+    problem = traits.check(config)
+    if problem:
+        raise ConfigError(problem)
+    if traits.max_ranks is not None and ranks > traits.max_ranks:
+        raise ConfigError(
+            f"`finetune.engine` is {name}, which trains on at most {traits.max_ranks} rank(s), but this world has "
+            f"{ranks}: lower world.finetune_fraction, or choose another engine"
+        )
+    sharing = config.finetune.shard_ranks
+    if sharing and "shard_ranks" in traits.reads and ranks % sharing:
+        raise ConfigError(
+            f"`finetune.shard_ranks` is {sharing}, which does not divide the trainer's {ranks} ranks: set it to a "
+            "divisor, such as the GPUs of a node, or to null"
+        )
+    dividing = config.finetune.expert_ranks
+    if dividing and "expert_ranks" in traits.reads and (sharing or ranks) % dividing:
+        raise ConfigError(
+            f"`finetune.expert_ranks` is {dividing}, which does not divide the {sharing or ranks} ranks that share a "
+            "copy of the weights: set it to a divisor, such as the GPUs of a node, or to null"
+        )

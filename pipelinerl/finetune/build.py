@@ -100,8 +100,10 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     if files is not None:
         stream_weights(engine, files)
     log.info(
-        "event=engine_made engine=%s ranks=%d gradient_checkpointing=%s cpu_offload=%s prefixes_computed_again_for=%s",
-        *(name, world_size, finetune.gradient_checkpointing, finetune.cpu_offload, finetune.recomputed_for),
+        "event=engine_made engine=%s ranks=%d gradient_checkpointing=%s shard_gradients=%s cpu_offload=%s "
+        "prefixes_computed_again_for=%s",
+        *(name, world_size, finetune.gradient_checkpointing, finetune.shard_gradients, finetune.cpu_offload),
+        finetune.recomputed_for,
     )
     return engine
 

@@ -16,13 +16,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 from jinja2 import TemplateError
 
 from pipelinerl.chat.families import check_family
 from pipelinerl.config import paths, rules
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
-from pipelinerl.config.engine import ADAMW, MUON, engine_of, traits_of
+from pipelinerl.config.engine import ADAMW, MUON, check_ranks, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
 from pipelinerl.config.servers import EXPERT_KERNELS, EXPERT_PARALLEL, SWAPPED_KERNELS, requests_per_worker
@@ -42,8 +43,9 @@ from pipelinerl.launcher.running import say, terminal
 from pipelinerl.launcher.streams_at_start import check_recording
 from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
-from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, node_host_bytes, version_bytes, what_would_fit
+from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, node_host_bytes, version_bytes
 from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.proposal import Target, advice
 from pipelinerl.plan.speed import planned_gpu
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
@@ -56,8 +58,6 @@ from pipelinerl.world.placement import SERVER_KINDS
 from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 from pipelinerl.world.proxies import check_proxy
 
-NEARLY_FULL = 0.95
-"""Measured peaks are 0.95 to 1.02 of the plan (docs/testing.md)."""
 HOST_FIXES = {
     "versions and a checkpoint": "train on more nodes, or an adapter (finetune.lora)",
     "offloaded states": "set finetune.cpu_offload=false, or train on more nodes",
@@ -213,30 +213,7 @@ def stream_backend(plan: RunPlan) -> None:
 
 
 def engine(plan: RunPlan) -> None:
-    """Refuse an engine that cannot run with the settings or the ranks."""
-    ranks = plan.world.trainer_world_size
-    name = engine_of(plan.config, ranks)
-    traits = traits_of(name)
-    problem = traits.check(plan.config)
-    if problem:
-        raise ConfigError(problem)
-    if traits.max_ranks is not None and ranks > traits.max_ranks:
-        raise ConfigError(
-            f"`finetune.engine` is {name}, which trains on at most {traits.max_ranks} rank(s), but this world has "
-            f"{ranks}: lower world.finetune_fraction, or choose another engine"
-        )
-    sharing = plan.config.finetune.shard_ranks
-    if sharing and "shard_ranks" in traits.reads and ranks % sharing:
-        raise ConfigError(
-            f"`finetune.shard_ranks` is {sharing}, which does not divide the trainer's {ranks} ranks: set it to a "
-            "divisor, such as the GPUs of a node, or to null"
-        )
-    dividing = plan.config.finetune.expert_ranks
-    if dividing and "expert_ranks" in traits.reads and (sharing or ranks) % dividing:
-        raise ConfigError(
-            f"`finetune.expert_ranks` is {dividing}, which does not divide the {sharing or ranks} ranks that share a "
-            "copy of the weights: set it to a divisor, such as the GPUs of a node, or to null"
-        )
+    check_ranks(plan.config, plan.world.trainer_world_size)
 
 
 def optimizer(plan: RunPlan) -> list[str]:
@@ -303,18 +280,21 @@ def memory(plan: RunPlan) -> list[str]:
     kinds = started_kinds(cfg)
     needs = memory_plan(cfg, plan.world, shape, gpu_bytes)
     needs = tuple(need for need in needs if kinds is None or need.kind in kinds)
+    counted = [need.kind for need in needs]
+    target = Target(shape=shape, nodes=plan.world.nodes, gpu_bytes=gpu_bytes, kinds=counted)
     for need in needs:
         if not need.fits:
+            if not is_for_elsewhere(plan):
+                target = msgspec.structs.replace(target, host_bytes=usable_memory())
             raise MemoryPlanError(
                 f"memory plan ({name}): {need.kind} needs {need.total / GIB:.0f} GiB of "
-                f"{need.capacity / GIB:.0f} GiB per GPU; "
-                f"{what_would_fit(cfg, plan.world, shape, gpu_bytes, need.kind)}"
+                f"{need.capacity / GIB:.0f} GiB per GPU; {advice(cfg, target)}"
             )
     return [
         f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU: an "
         "estimate, so close to the limit that it may not fit"
         for need in needs
-        if need.kind == "finetune" and need.total > NEARLY_FULL * need.capacity
+        if need.is_tight
     ]
 
 

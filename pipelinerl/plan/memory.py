@@ -3,6 +3,7 @@
 The plan is made before the start. `training_memory` has the sums of a trainer rank.
 """
 
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -33,23 +34,14 @@ from pipelinerl.world.map import WorldMap
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's own default, where the configuration sets none."""
-EXPERT_RANKS = ("finetune.expert_ranks", 8)
-SMALLER_TRAINER = (
-    ("finetune.gradient_checkpointing", True),
-    ("finetune.engine", "fsdp2"),
-    ("finetune.shard_gradients", True),
-    EXPERT_RANKS,
-    ("finetune.lora.enabled", True),
-)
-"""Settings that make a trainer smaller, the least intrusive first. The last trains something else."""
-ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
-"""Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
 """What `finetune.head_chunk_tokens=auto` chooses from, before `SMALLEST_CHUNK`."""
+CHOSEN = ("gradient_checkpointing", "shard_gradients", "cpu_offload")
+"""Keys of `finetune` that the plan chooses where they are auto."""
 SURE = 0.85
 """Share of a GPU that a choice may fill. A step has held 1.12 times its plan on an H200."""
-MAX_RANKS_POWER = 11
-"""Numbers of GPUs that a hint tries: 2, 4, … 1024."""
+NEARLY_FULL = 0.95
+"""Measured peaks are 0.95 to 1.02 of the plan (docs/testing.md)."""
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
 
@@ -72,6 +64,11 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self) -> bool:
         return self.total <= self.capacity
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether an estimate that is a little too low would not fit. Servers give the rest to their cache."""
+        return self.kind == "finetune" and self.total > NEARLY_FULL * self.capacity
+
 
 def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int) -> tuple[DevicePlan, ...]:
     """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
@@ -80,15 +77,19 @@ def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int)
     trainer = trainer_items(cfg, shape, ranks)
     total = sum(item.num_bytes for item in trainer)
     share = utilization(cfg) if world.share_devices else 0.0
-    plans = [
-        DevicePlan(
-            kind="finetune",
-            num_devices=ranks,
-            items=trainer,
-            capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg, shape),
-        )
-    ]
+    plan = DevicePlan(
+        kind="finetune",
+        num_devices=ranks,
+        items=trainer,
+        capacity=int(gpu_bytes * (1 - share)),
+        note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg, shape),
+    )
+    return (plan, *server_plans(cfg, world, shape, gpu_bytes))
+
+
+def server_plans(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int) -> list[DevicePlan]:
+    """Return the plans of the servers' devices alone."""
+    plans = list[DevicePlan]()
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
@@ -105,7 +106,7 @@ def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int)
                 note = f"; an average of the policy takes {kept / GIB:.1f} GiB more per GPU, or of its host's memory"
                 plan = msgspec.structs.replace(plan, note=plan.note + note)
             plans.append(plan)
-    return tuple(plans)
+    return plans
 
 
 def _served_shape(cfg: Config, policy: ModelShape, kind: str) -> ModelShape:
@@ -131,7 +132,7 @@ def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: in
 
 def _chosen(wanted: Config, cfg: Config, shape: ModelShape) -> str:
     """Describe what the plan has chosen for `auto`."""
-    found = {key: getattr(cfg.finetune, key) for key in ("gradient_checkpointing", "cpu_offload")}
+    found = {key: getattr(cfg.finetune, key) for key in CHOSEN}
     if not isinstance(found["gradient_checkpointing"], bool | str):
         found["gradient_checkpointing"] = f"{found['gradient_checkpointing']} (of {shape.layers} layers)"
     chosen = [f"{key}={str(v).lower()}" for key, v in found.items() if getattr(wanted.finetune, key) == "auto"]
@@ -212,51 +213,11 @@ def _sent_element(cfg: Config) -> int:
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """Return a copy of a section with one key changed. A dotted key changes a section inside."""
+    """Return a copy of a section with one key changed. A dotted key changes a section or mapping inside."""
     name, _, rest = key.partition(".")
+    if isinstance(section, dict):
+        return {**section, key: value}
     return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
-
-
-def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
-    """Describe the fewest changes that make a job of this kind fit its devices of `gpu_bytes` each."""
-    if kind != "finetune":
-        return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
-    ranks, capacity = world.trainer_world_size, trainer_capacity(cfg, gpu_bytes)
-    cfg = with_choices(cfg, shape, ranks, gpu_bytes)
-    changed, changes = cfg, list[str]()
-    for key, value in _smaller_trainer(cfg, shape, ranks):
-        if key in ONLY_FOR_RANKS and (ranks == 1 or engine_of(changed, ranks) == value):
-            continue
-        following = with_value(changed, key, value)
-        if following == changed:
-            continue
-        changed, changes = following, [*changes, f"{key}={str(value).lower()}"]
-        if trainer_bytes(changed, shape, ranks) <= capacity:
-            return f"it fits with {' '.join(changes)}"
-    for more in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > ranks):
-        sharded, settings = cfg, _smaller_trainer(cfg, shape, more)[:-1]
-        for key, value in settings:
-            sharded = with_value(sharded, key, value)
-        if trainer_bytes(sharded, shape, more) <= capacity:
-            keys = " ".join(f"{key}={str(value).lower()}" for key, value in settings)
-            return f"it fits on {more} trainer GPUs with {keys}"
-    return "no number of GPUs makes it fit: shorten finetune.seq_length or take a smaller model"
-
-
-def _smaller_trainer(cfg: Config, shape: ModelShape, ranks: int) -> list[tuple[str, Any]]:
-    """`SMALLER_TRAINER`. Experts are divided only among ranks that share a copy, each of which gets as many."""
-    sharing, dividing = cfg.finetune.shard_ranks or ranks, EXPERT_RANKS[1]
-    divides = cfg.finetune.expert_ranks is None and shape.experts > 1
-    divides = divides and shape.experts % dividing == 0 and sharing % dividing == 0
-    return [setting for setting in SMALLER_TRAINER if divides or setting != EXPERT_RANKS]
-
-
-def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
-    now, served = world.get(kind)[0].num_ranks, _served_shape(cfg, shape, kind)
-    for ranks in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > now):
-        if sum(item.num_bytes for item in server_items(cfg, served, kind, ranks)) <= gpu_bytes * utilization(cfg):
-            return f"it fits with vllm_config.vllm_kwargs.tensor-parallel-size={ranks}"
-    return "no number of GPUs makes it fit: raise gpu-memory-utilization or take a smaller model"
 
 
 def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
@@ -269,37 +230,46 @@ def trainer_capacity(cfg: Config, gpu_bytes: int) -> int:
 
 
 def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> Config:
-    """Return the configuration with the plan's choices for `finetune.gradient_checkpointing` and `cpu_offload`.
+    """Return the configuration with the plan's choices for the keys `CHOSEN`.
 
-    The first that surely fits: rather compute again than keep weights in host memory. Not `selective`: on an H200 it
-    was 0.62 to 1.11 times as fast as true, because Python looks at every operation.
+    The first that surely fits: rather compute again than reduce gradients more often, and rather that than keep weights
+    in host memory. Not `selective`: on an H200 it was 0.62 to 1.11 times as fast as true, because Python looks at every
+    operation.
 
     Args:
-        shape: None = not known. Then everything is computed again, and nothing is offloaded.
+        shape: None = not known. Then everything is computed again, and nothing is sharded more or offloaded.
         gpu_bytes: memory of one GPU. None = the trainer runs on a CPU, as for an unknown shape.
     """
-    finetune = cfg.finetune
-    recomputing, offloading = [finetune.gradient_checkpointing], [finetune.cpu_offload]
-    if finetune.gradient_checkpointing == "auto":
-        recomputing = [False, *range(1, shape.layers if shape else 1), True]
-    if finetune.cpu_offload == "auto":
-        offloading = [False, True] if "cpu_offload" in traits_of(engine_of(cfg, ranks)).reads else [False]
-    choices = [
-        with_value(with_value(cfg, "finetune.gradient_checkpointing", recomputed), "finetune.cpu_offload", offloaded)
-        for offloaded in offloading
-        for recomputed in recomputing
+    reads = traits_of(engine_of(cfg, ranks)).reads
+    options = [
+        [getattr(cfg.finetune, key)]
+        if getattr(cfg.finetune, key) != "auto"
+        else [False, True]
+        if key in reads
+        else [False]
+        for key in CHOSEN
     ]
-    if shape is None or gpu_bytes is None or len(choices) == 1:
-        return choices[len(recomputing) - 1]
-    capacity = SURE * trainer_capacity(cfg, gpu_bytes)
-    is_auto = finetune.gradient_checkpointing == "auto" and finetune.head_chunk_tokens == "auto"
+    if cfg.finetune.gradient_checkpointing == "auto":
+        options[0] = [False, *range(1, shape.layers if shape else 1), True]
+
+    def choice(values: tuple[Any, ...]) -> Config:
+        return with_value(cfg, "finetune", cfg.finetune.model_copy(update=dict(zip(CHOSEN, values, strict=True))))
+
+    if shape is None or gpu_bytes is None:
+        return choice((options[0][-1], options[1][0], options[2][0]))
+    room = trainer_capacity(cfg, gpu_bytes)
+    is_auto = cfg.finetune.gradient_checkpointing == "auto" and cfg.finetune.head_chunk_tokens == "auto"
 
     def fits(choice: Config) -> bool:
         if is_auto and choice.finetune.gradient_checkpointing is not True:  # small chunks take longer than a layer
             choice = with_value(choice, "finetune.head_chunk_tokens", LARGER_CHUNKS[0])
-        return trainer_bytes(choice, shape, ranks) <= capacity
+        return trainer_bytes(choice, shape, ranks) <= SURE * room
 
-    return next(filter(fits, choices), choices[-1])
+    smallest = choice(tuple(values[-1] for values in options))
+    if trainer_bytes(smallest, shape, ranks) > room:
+        return smallest
+    choices = (choice(values[::-1]) for values in product(*reversed(options)))
+    return next(filter(fits, choices), smallest)
 
 
 def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> int:
@@ -431,7 +401,8 @@ def _element(cfg: Config) -> int:
 def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
     """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
     max_len = max_model_len(cfg) or cfg.finetune.seq_length
-    cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
+    longest = shape.kv_bytes_per_token(_element(cfg)) * max_len // ranks  # vLLM refuses a cache that holds less
+    cache = max(kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes), longest)
     tokens = cached_tokens(cfg, shape, kind, ranks, gpu_bytes)
     graphs = captured_sequences(cfg) if kind == "actor_llm" else None
     return DevicePlan(

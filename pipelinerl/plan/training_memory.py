@@ -131,7 +131,7 @@ class ShardedMemory(EngineMemory):
     def __init__(self, cfg: Config, name: str, ranks: int):
         super().__init__(cfg, name, ranks)
         self.sharing, self.dividing = cfg.finetune.shard_ranks or ranks, cfg.finetune.expert_ranks or 1
-        self.offloads = cfg.finetune.cpu_offload is True
+        self.offloads, self.shards_gradients = cfg.finetune.cpu_offload is True, cfg.finetune.shard_gradients is True
 
     def __str__(self) -> str:
         if self.dividing == 1:
@@ -140,17 +140,16 @@ class ShardedMemory(EngineMemory):
 
     def state_bytes(self, parameters: int, trained: int | None = None) -> tuple[int, int, int]:
         weights, gradient, states = super().state_bytes(parameters, trained)
-        is_sharded = self.cfg.finetune.shard_gradients
-        shares = self.sharing if is_sharded else 1
+        shares = self.sharing if self.shards_gradients else 1
         if self.offloads:  # a whole gradient goes to the host when all micro-batches have added to it
-            return 0, 0 if is_sharded else gradient, 0
+            return 0, 0 if self.shards_gradients else gradient, 0
         return weights // self.sharing, gradient // shares, states // self.sharing
 
     def host_bytes(self, parameters: int, trained: int | None = None) -> int:
         return sum(super().state_bytes(parameters, trained)) // self.sharing if self.offloads else 0
 
     def gradient_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
-        if self.cfg.finetune.shard_gradients or trained is not None:
+        if self.shards_gradients or trained is not None:
             return super().gradient_bytes(shape, trained)
         return 4 * (shape.parameters - shape.expert_parameters + shape.expert_parameters // self.dividing)
 

@@ -1,5 +1,7 @@
 """Every shipped configuration is valid, fits its machine, and is shown by a dry run on a simulated cluster."""
 
+import re
+
 import pytest
 
 from pipelinerl.config import load
@@ -71,12 +73,16 @@ def test_configuration_is_shown_by_a_dry_run_that_writes_nothing(name, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_a_world_that_does_not_fit_shows_its_memory_and_is_refused(tmp_path, capsys):
+def test_dry_run_of_a_world_that_does_not_fit_shows_its_memory_and_what_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "check_domain", lambda container: [])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     overrides = [*REQUIRED, f"output_dir={tmp_path / 'run'}", "dry_run=true", "world.gpus_per_node=8"]
     overrides += ["world.gpu=A100-40GB", "model_path=Qwen/Qwen2.5-32B"]
-    with pytest.raises(ConfigError, match=r"memory plan \(A100-40GB\)"):  # exit code 2
+    with pytest.raises(ConfigError, match=r"memory plan \(A100-40GB\)") as refusal:  # exit code 2
         launch(load.compose("base", overrides), overrides)
     assert "MORE THAN" in capsys.readouterr().out
+    proposed = re.findall(r"[a-z_.-]+=\S+", str(refusal.value).partition("it fits with ")[2])
+    assert launch(load.compose("base", [*overrides, *proposed]), [*overrides, *proposed]) == 0
 
 
 def test_two_nodes_separate_servers_and_trainer():

@@ -24,6 +24,7 @@ class WorldSection(Section):
         None,
         "GPU that a dry run plans for, or a launcher without one, e.g. `H100-80GB`. Null = this machine's, or H100",
         may_change=True,
+        coerce_numbers_to_str=True,  # 4090
     )
     hosts: list[str] | None = key(
         None,

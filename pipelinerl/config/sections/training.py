@@ -211,10 +211,10 @@ class FinetuneSection(Section):
         may_change=True,
         pattern=ENGINE_PATTERN,
     )
-    shard_gradients: bool = key(
+    shard_gradients: Literal["auto"] | bool = key(
         False,
         "fsdp2: keep only each rank's shard of the gradient. Large models fit, at the price of a reduction in every "
-        "micro-batch instead of one per step",
+        "micro-batch instead of one per step. Auto = true where recomputation is not enough for the planned memory",
         may_change=True,
     )
     cpu_offload: Literal["auto"] | bool = key(

@@ -44,7 +44,7 @@ class ShardedEngine(SteppingEngine):
         self.policy = policy if empty or offloads else policy.to(device)  # FSDP moves it group by group
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.shards_gradients = finetune.shard_gradients
+        self.shards_gradients = finetune.shard_gradients is True
         self.mesh = make_mesh(device, self.world_size, finetune.shard_ranks)
         self.experts = make_expert_group(self.mesh, finetune.expert_ranks)
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32)

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,13 +14,14 @@ from pipelinerl.config import load
 from pipelinerl.config.servers import MOST_ROLLOUTS
 from pipelinerl.plan.memory import (
     SURE,
+    DevicePlan,
     head_chunk,
     memory_plan,
     planned_rollouts,
     server_items,
+    server_plan,
     trainer_bytes,
     utilization,
-    what_would_fit,
     with_choices,
     with_value,
 )
@@ -27,6 +29,7 @@ from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, find_model_shape, shap
 from pipelinerl.plan.training_memory import (
     GIB,
     EngineMemory,
+    MemoryItem,
     engine_memory,
     head_bytes,
     layer_bytes_per_token,
@@ -172,14 +175,6 @@ def test_gradient_in_shards_is_a_share_of_it():
     assert engine("fsdp2", cfg, 4).state_bytes(100) == (100, 100, 200)
 
 
-def test_large_model_fits_with_its_gradient_in_shards():
-    cfg = make_config("finetune.engine=fsdp2", "model_path=Qwen/Qwen2.5-72B")
-    shape, world = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"], map_world(cfg, one_node(8), check=False)
-    advice = what_would_fit(cfg, world, shape, 80 * GIB, "finetune")
-    keys = "finetune.gradient_checkpointing=true finetune.engine=fsdp2 finetune.shard_gradients=true"
-    assert advice == f"it fits on 32 trainer GPUs with {keys}"
-
-
 def test_activations_of_a_7b_layer_by_hand():
     """H 3584, heads 28, keys 512, feed-forward 18944, two bytes per element: it was measured as 226 kB per token."""
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
@@ -288,13 +283,6 @@ def test_large_mixtures_fit_where_their_experts_are_divided(name, ranks):
     """In micro-batches of 12,000 tokens on GPUs of 80 GiB, and on no half of them."""
     cfg, shape = make_config("finetune.expert_ranks=8", *LARGE.split()), PUBLISHED_SHAPES[name]
     assert trainer_bytes(cfg, shape, ranks) <= 80 * GIB < trainer_bytes(cfg, shape, ranks // 2)
-
-
-def test_experts_are_divided_where_that_makes_the_model_fit():
-    cfg, shape = make_config(*LARGE.split()), PUBLISHED_SHAPES["Qwen/Qwen3-235B-A22B"]
-    assert trainer_bytes(cfg, shape, 64) > 80 * GIB
-    advice = what_would_fit(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB, "finetune")
-    assert advice == f"it fits on 64 trainer GPUs with {LARGE} finetune.expert_ranks=8"
 
 
 def test_size_of_the_largest_mixture_is_the_published_one():
@@ -409,21 +397,6 @@ def test_model_larger_than_its_share_does_not_fit():
     assert [plan.fits for plan in plans] == [False, False]
 
 
-def test_what_would_fit_is_the_smallest_change_and_does_fit():
-    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    cfg = make_config("finetune.gradient_checkpointing=false", "finetune.engine=ddp", "finetune.seq_length=8192")
-    world = map_world(cfg, one_node(8), check=False)  # four servers, four trainer ranks
-    kept = with_value(cfg, "finetune.gradient_checkpointing", True)
-    sharded = with_value(kept, "finetune.engine", "fsdp2")
-    whole, less, least = (trainer_bytes(one, shape, 4) for one in (cfg, kept, sharded))
-    assert whole > less > least
-    advice = "it fits with finetune.gradient_checkpointing=true"
-    assert what_would_fit(cfg, world, shape, less, "finetune") == advice
-    assert what_would_fit(cfg, world, shape, less - 1, "finetune") == advice + " finetune.engine=fsdp2"
-    assert what_would_fit(cfg, world, shape, GIB, "finetune").startswith("no number of GPUs makes it fit")
-    assert cfg.finetune.engine == "ddp", "the configuration itself is unchanged"
-
-
 def test_selective_checkpointing_keeps_products_by_hand():
     """Hidden 8, 4 heads of 2, 2 key heads, feed-forward 16, in bfloat16: q 8, k and v 4 each, o 8, gate and up 16 each,
     down 8, attention's own result 8, and its 4 float32 sums."""
@@ -467,35 +440,59 @@ def test_offloaded_states_are_the_host_s():
 
 def test_auto_takes_the_fastest_that_surely_fits_and_offloads_last():
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    keys = ("finetune.engine=fsdp2", "finetune.shard_gradients=true")
-    cfg = make_config(*keys, "finetune.gradient_checkpointing=auto", "finetune.cpu_offload=auto")
+    auto = [f"finetune.{key}=auto" for key in ("gradient_checkpointing", "shard_gradients", "cpu_offload")]
+    cfg = make_config("finetune.engine=fsdp2", *auto)
     layers = shape.layers
-    order = [(how, away) for away in (False, True) for how in (False, *range(1, layers), True)]
+    order = [
+        (how, shards, away)
+        for shards, away in ((False, False), (True, False), (False, True), (True, True))
+        for how in (False, *range(1, layers), True)
+    ]
 
-    def needed(how: object, away: bool) -> int:
+    def needed(how: object, shards: bool, away: bool) -> int:
         """With the smallest chunk of the head where all is recomputed, else with the largest."""
-        keys = {"gradient_checkpointing": how, "cpu_offload": away, "head_chunk_tokens": 256 if how is True else 1024}
+        keys = {"gradient_checkpointing": how, "shard_gradients": shards, "cpu_offload": away}
+        keys["head_chunk_tokens"] = 256 if how is True else 1024
         return trainer_bytes(cfg.model_copy(update={"finetune": cfg.finetune.model_copy(update=keys)}), shape, 8)
 
-    def chosen(gpu_bytes: int | None) -> tuple[object, object]:
+    def chosen(gpu_bytes: int | None) -> tuple[object, object, object]:
         finetune = with_choices(cfg, shape, 8, gpu_bytes).finetune
-        return finetune.gradient_checkpointing, finetune.cpu_offload
+        return finetune.gradient_checkpointing, finetune.shard_gradients, finetune.cpu_offload
 
     sizes = [needed(*one) for one in order]
     assert sizes[:layers] == sorted(sizes[:layers], reverse=True)
-    assert sizes[0] > sizes[1] > sizes[layers] > sizes[-1]
-    for number in (0, 1, layers - 1, layers):
+    assert sizes[0] > sizes[1] > sizes[layers] > sizes[2 * layers + 1] > sizes[-1]
+    for number in (0, 1, layers - 1, layers, 2 * layers + 1):
         enough = int(sizes[number] / SURE) + 1
         assert chosen(enough) == order[number]
         assert chosen(enough - 2) != order[number]
-    assert chosen(int(sizes[-1] / SURE) + 1) == (True, True)
-    assert chosen(GIB) == (True, True), "nothing fits: the smallest"
-    assert chosen(None) == (True, False)
+    assert chosen(int(sizes[-1] / SURE) + 1) == (True, True, True)
+    assert chosen(GIB) == (True, True, True), "nothing fits: the smallest"
+    assert chosen(None) == (True, False, False)
     assert with_choices(cfg, None, 8, 80 * GIB).finetune.cpu_offload is False
     elsewhere = with_choices(with_value(cfg, "finetune.engine", "ddp"), shape, 8, GIB).finetune
-    assert (elsewhere.gradient_checkpointing, elsewhere.cpu_offload) == (True, False)
+    assert (elsewhere.gradient_checkpointing, elsewhere.shard_gradients, elsewhere.cpu_offload) == (True, False, False)
     plan = memory_plan(cfg, map_world(cfg, one_node(16), check=False), shape, int(sizes[1] / SURE) + 1)[0]
-    assert f"chosen: gradient_checkpointing=1 (of {layers} layers), cpu_offload=false" in plan.note
+    assert (
+        f"chosen: gradient_checkpointing=1 (of {layers} layers), shard_gradients=false, cpu_offload=false" in plan.note
+    )
+
+
+@pytest.mark.parametrize(("percent", "tight"), [(95, False), (96, True)])
+def test_trainer_that_nearly_fills_its_gpu_is_tight_and_a_server_with_its_cache_is_not(percent: int, tight: bool):
+    item = MemoryItem(label="weights", num_bytes=percent)
+    trainer = DevicePlan(kind="finetune", num_devices=1, items=(item,), capacity=100)
+    assert trainer.is_tight is tight
+    assert not msgspec.structs.replace(trainer, kind="actor_llm").is_tight
+
+
+def test_server_whose_cache_holds_no_whole_sequence_does_not_fit():
+    """7B: 14.2 GiB of weights, 2 of runtime, activations; 10,000 tokens of 2 × 512 × 28 × 2 bytes."""
+    cfg, shape = make_config(), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    held = sum(item.num_bytes for item in server_items(cfg, shape, "actor_llm", 1))
+    enough = int((held + 573_440_000) / 0.9) + 2
+    assert server_plan(cfg, shape, "actor_llm", 1, 1, enough).fits
+    assert not server_plan(cfg, shape, "actor_llm", 1, 1, enough - 4).fits
 
 
 def test_some_layers_recomputed_by_hand():
@@ -517,25 +514,6 @@ def test_some_layers_recomputed_by_hand():
     assert kept_and_largest(2) == kept_and_largest(5) == kept_and_largest(True)
     assert kept_and_largest(True)[0] == 2 * 2 * 8
     assert kept_and_largest(1)[1] == kept_and_largest(False)[1] < kept_and_largest(True)[1]
-
-
-def test_what_would_fit_for_a_server_is_its_number_of_gpus():
-    cfg = make_config()
-    world, shape = map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    # 15.2 GB of weights and 2 GiB: one GPU of 16 GiB × 0.9 is too small, two hold 7.1 GiB + 2.7 GiB each
-    assert what_would_fit(cfg, world, shape, 16 * GIB, "actor_llm").endswith("tensor-parallel-size=2")
-    assert what_would_fit(cfg, world, shape, 2 * GIB, "actor_llm").startswith("no number of GPUs")
-
-
-def test_what_would_fit_for_a_teacher_is_sized_by_the_teacher():
-    teacher = ("teachers=[{model_path: Qwen/Qwen2.5-32B}]", "world.preprocessor_fraction=4")
-    cfg = make_config("model_path=Qwen/Qwen2.5-0.5B", *teacher)
-    world, policy = map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"]
-    # 61 GiB of weights, about 1 GiB of activations and 2 GiB: half of the weights fit in 36 GiB, a quarter in 21.6 GiB
-    plan = next(plan for plan in memory_plan(cfg, world, policy, 40 * GIB) if plan.kind == "preprocessor_llm")
-    assert not plan.fits
-    assert what_would_fit(cfg, world, policy, 40 * GIB, "preprocessor_llm").endswith("tensor-parallel-size=2")
-    assert what_would_fit(cfg, world, policy, 24 * GIB, "preprocessor_llm").endswith("tensor-parallel-size=4")
 
 
 def test_shared_gpu_leaves_the_trainer_what_the_server_does_not_take():
