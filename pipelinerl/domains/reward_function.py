@@ -100,12 +100,12 @@ async def generate_rollout(
         dataset=problem.get("dataset", ""),
     )
     sampled = time.monotonic()
-    found = await all_of(asked(cfg, dotted, answered, session) for dotted in weights)
-    scores = dict(zip(weights, found, strict=True))
-    text.reward, shown = rewarded(scores, weights, OmegaConf.select(cfg, "finetune.rl.reward_weights") or {})
+    said = await all_of(asked(cfg, dotted, answered, session) for dotted in weights)
+    found = dict(zip(weights, said, strict=True))
+    text.reward, shown = rewarded(found, weights, OmegaConf.select(cfg, "finetune.rl.reward_weights") or {})
     metrics: dict[str, Any] = shown | {
         "reward": text.reward,
-        "success": found[0].get("score", 0.0) > 0,
+        "success": next(numbers for numbers in said if numbers)["score"] > 0,
         "no_error": True,
         "no_answer": not answered.output.strip(),
         "reward_s": time.monotonic() - sampled,

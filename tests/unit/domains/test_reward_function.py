@@ -96,6 +96,7 @@ async def test_function_that_returns_none_counts_nothing_and_has_no_metric(tmp_p
     assert (math["reward"], math["math_reward_func"]) == (2.0, 1.0)
     assert (coding["reward"], coding["coding_reward_func"]) == (2.0, 0.5)
     assert "coding_reward_func" not in math
+    assert coding["success"] is True  # of the first that applies
     with pytest.raises(DomainError, match="no reward function applies"):
         await metrics_of(tmp_path, BY_KIND, {"prompt": "?", "task": "poetry"}, "4")
 
