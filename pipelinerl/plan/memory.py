@@ -54,6 +54,8 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[MemoryItem, ...]
     capacity: int
     """Bytes of the device that this kind may use."""
+    is_tight: bool = False
+    """Whether it may not fit although its sum does: a trainer nearly full, a cache without a whole sequence."""
     note: str = ""
 
     @property
@@ -64,11 +66,6 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self) -> bool:
         return self.total <= self.capacity
 
-    @property
-    def is_tight(self) -> bool:
-        """Whether an estimate that is a little too low would not fit. Servers give the rest to their cache."""
-        return self.kind == "finetune" and self.total > NEARLY_FULL * self.capacity
-
 
 def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int) -> tuple[DevicePlan, ...]:
     """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
@@ -77,11 +74,13 @@ def memory_plan(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int)
     trainer = trainer_items(cfg, shape, ranks)
     total = sum(item.num_bytes for item in trainer)
     share = utilization(cfg) if world.share_devices else 0.0
+    capacity = int(gpu_bytes * (1 - share))
     plan = DevicePlan(
         kind="finetune",
         num_devices=ranks,
         items=trainer,
-        capacity=int(gpu_bytes * (1 - share)),
+        capacity=capacity,
+        is_tight=total > NEARLY_FULL * capacity,
         note=_trainer_note(cfg, shape, world, gpu_bytes, total, share) + _chosen(wanted, cfg, shape),
     )
     return (plan, *server_plans(cfg, world, shape, gpu_bytes))
@@ -240,25 +239,21 @@ def with_choices(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: i
         shape: None = not known. Then everything is computed again, and nothing is sharded more or offloaded.
         gpu_bytes: memory of one GPU. None = the trainer runs on a CPU, as for an unknown shape.
     """
-    reads = traits_of(engine_of(cfg, ranks)).reads
-    options = [
-        [getattr(cfg.finetune, key)]
-        if getattr(cfg.finetune, key) != "auto"
-        else [False, True]
-        if key in reads
-        else [False]
-        for key in CHOSEN
-    ]
-    if cfg.finetune.gradient_checkpointing == "auto":
-        options[0] = [False, *range(1, shape.layers if shape else 1), True]
+    finetune, reads = cfg.finetune, traits_of(engine_of(cfg, ranks)).reads
+    options = []
+    for key in CHOSEN:
+        automatic = [False, True] if key in reads else [False]
+        if key == "gradient_checkpointing":
+            automatic = [False, *range(1, shape.layers if shape else 1), True]
+        options.append(automatic if getattr(finetune, key) == "auto" else [getattr(finetune, key)])
 
     def choice(values: tuple[Any, ...]) -> Config:
-        return with_value(cfg, "finetune", cfg.finetune.model_copy(update=dict(zip(CHOSEN, values, strict=True))))
+        return with_value(cfg, "finetune", finetune.model_copy(update=dict(zip(CHOSEN, values, strict=True))))
 
     if shape is None or gpu_bytes is None:
         return choice((options[0][-1], options[1][0], options[2][0]))
     room = trainer_capacity(cfg, gpu_bytes)
-    is_auto = cfg.finetune.gradient_checkpointing == "auto" and cfg.finetune.head_chunk_tokens == "auto"
+    is_auto = finetune.gradient_checkpointing == "auto" and finetune.head_chunk_tokens == "auto"
 
     def fits(choice: Config) -> bool:
         if is_auto and choice.finetune.gradient_checkpointing is not True:  # small chunks take longer than a layer
@@ -401,8 +396,7 @@ def _element(cfg: Config) -> int:
 def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
     """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
     max_len = max_model_len(cfg) or cfg.finetune.seq_length
-    longest = shape.kv_bytes_per_token(_element(cfg)) * max_len // ranks  # vLLM refuses a cache that holds less
-    cache = max(kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes), longest)
+    cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
     tokens = cached_tokens(cfg, shape, kind, ranks, gpu_bytes)
     graphs = captured_sequences(cfg) if kind == "actor_llm" else None
     return DevicePlan(
@@ -410,6 +404,7 @@ def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_serve
         num_devices=ranks * num_servers,
         items=(*server_items(cfg, shape, kind, ranks), MemoryItem(label="KV cache", num_bytes=cache)),
         capacity=int(gpu_bytes * utilization(cfg)),
+        is_tight=tokens < max_len,  # vLLM refuses it, but for windows and other layers of which a cache keeps less
         note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens"
         + (f"; CUDA graphs for decoding up to {graphs} sequences" if graphs else ""),
     )

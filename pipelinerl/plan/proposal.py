@@ -74,9 +74,10 @@ def proposal(cfg: Config, target: Target, first: Changes | None = None) -> Chang
     for choice in product(*reversed(training), serving):
         changes = {key: value for step in reversed(choice) for key, value in step.items()}
         if fits(_changed(given, changes), target):
-            for key in [key for key in changes if not key.startswith("world.")]:  # what a step brings beside the cure
+            for key in tuple(changes):  # what a step brings beside the cure. A fraction alone is another split
                 fewer = {each: value for each, value in changes.items() if each != key}
-                if fits(_changed(given, fewer), target):
+                without = _changed(given, fewer)
+                if without == _changed(given, changes) or (not key.endswith("fraction") and fits(without, target)):
                     changes = fewer
             return {**first, **changes}
     return None
@@ -141,7 +142,7 @@ def _serves(cfg: Config, target: Target) -> bool:
     if world is None:
         return False
     plans = server_plans(cfg, world, target.shape, target.gpu_bytes)
-    return all(plan.fits for plan in plans if plan.kind in target.kinds)
+    return all(plan.fits and not plan.is_tight for plan in plans if plan.kind in target.kinds)
 
 
 def _mapped(cfg: Config, target: Target) -> WorldMap | None:

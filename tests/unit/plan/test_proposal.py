@@ -82,6 +82,15 @@ def test_world_fits_or_is_refused_with_a_proposal_that_fits(name: str) -> None:
 
 
 SHARED, PLAIN = ("base_1gpu", "Qwen2.5-0.5B", 1, "H100"), ("base", "Qwen2.5-7B", 8, "H100")
+SERVED = (
+    "base",
+    "Qwen2.5-32B",
+    8,
+    "H200",
+    "finetune.engine=fsdp2",
+    "finetune.cpu_offload=true",
+    "finetune.shard_gradients=true",
+)
 TEACHER = ("finetune.rl.teacher_coef=1", "teachers=[{model_path: Qwen/Qwen2.5-32B}]", "world.preprocessor_fraction=4")
 
 
@@ -90,35 +99,24 @@ TEACHER = ("finetune.rl.teacher_coef=1", "teachers=[{model_path: Qwen/Qwen2.5-32
     [
         # 12.0 GiB of trainer beside .85 of 79.6 GiB
         ((*SHARED, f"{UTILIZATION}=0.9"), {UTILIZATION: 0.8}),
-        (
-            (
-                "base",
-                "Qwen2.5-32B",
-                8,
-                "H200",
-                "finetune.engine=fsdp2",
-                "finetune.cpu_offload=true",
-                "finetune.shard_gradients=true",
-                f"{UTILIZATION}=0.4",
-            ),
-            {UTILIZATION: 0.9},
-        ),
+        ((*SERVED, f"{UTILIZATION}=0.4"), {UTILIZATION: 0.9}),
         # 87.3 GiB on 8 ranks, and seven servers leave 9
         (WORLDS["32B on 2x8x80"], {"world.actor_fraction": 6, "world.finetune_fraction": 10}),
-        # 61 GiB of a teacher's weights are halved, on two GPUs each for teacher and policy
+        # 61 GiB of a teacher's weights are halved, on two of eight GPUs each for teacher and policy
         (
             ("base", "Qwen2.5-0.5B", 8, "L40S", *TEACHER),
-            {
-                TENSOR_PARALLEL: 2,
-                "world.actor_fraction": 2,
-                "world.preprocessor_fraction": 2,
-                "world.finetune_fraction": 4,
-            },
+            {TENSOR_PARALLEL: 2, "world.actor_fraction": 2, "world.preprocessor_fraction": 2},
         ),
         ((*PLAIN, "finetune.engine=ddp"), {"finetune.engine": "fsdp2"}),
         ((*PLAIN, "finetune.gradient_checkpointing=false"), {"finetune.gradient_checkpointing": "auto"}),
         (WORLDS["14B on 2x80"], OFFLOADED),
         (WORLDS["3B on 1x24"], {UTILIZATION: 0.65, **OFFLOADED}),
+        # with all trainer ranks on one node their states and a checkpoint take 2302 GiB of it
+        (
+            WORLDS["72B on 2x8x80"],
+            {UTILIZATION: 0.95, TENSOR_PARALLEL: 2, "world.actor_fraction": 6, "world.finetune_fraction": 10}
+            | OFFLOADED,
+        ),
         (
             (*PLAIN, "finetune.seq_length=200000"),
             {"world.actor_fraction": 2, "world.finetune_fraction": 6, "finetune.seq_parallel": 2},
