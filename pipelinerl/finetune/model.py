@@ -315,6 +315,15 @@ def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
     return lm
 
 
+def narrow_frozen(lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Hold the layers' frozen matrices in ``dtype``, to which autocast and FSDP would round them for every product."""
+    for part in decoder_layers(lm).modules():
+        for parameter in part.parameters(recurse=False):
+            is_factor = parameter.dim() == 3 or (isinstance(part, nn.Linear) and parameter.dim() == 2)
+            if is_factor and not parameter.requires_grad and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
+
+
 def turn_dropout_off(lm: nn.Module) -> None:
     """Set all dropout to 0. Servers sample without it, and log-probs of the trained policy must be reproducible."""
     for module in lm.modules():

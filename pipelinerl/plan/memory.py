@@ -147,9 +147,9 @@ def _trained(cfg: Config, shape: ModelShape) -> int | None:
 def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
     """Return what one of `ranks` trainer ranks holds at its peak. `cuda`: on a GPU."""
     memory, trained = engine_memory(cfg, ranks), _trained(cfg, shape)
-    weights, _, states = memory.state_bytes(shape.parameters, trained)
+    _, _, states = memory.state_bytes(shape.parameters, trained)
     items = (
-        MemoryItem(label="weights", num_bytes=weights),
+        MemoryItem(label="weights", num_bytes=memory.weight_bytes(shape, trained)),
         MemoryItem(label="gradient", num_bytes=memory.gradient_bytes(shape, trained)),
         MemoryItem(label="optimizer states", num_bytes=states),
         *step_items(shape, memory, cuda=cuda),

@@ -76,6 +76,10 @@ class EngineMemory:
         learning = parameters if trained is None else trained
         return 4 * parameters, 4 * learning, 8 * learning
 
+    def weight_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
+        """Bytes of the weights on one rank, the first of ``state_bytes``, for an engine that holds some in bfloat16."""
+        return self.state_bytes(shape.parameters, trained)[0]
+
     def gradient_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
         """Bytes of the gradient on one rank, the second of ``state_bytes``, for an engine that divides experts."""
         return self.state_bytes(shape.parameters, trained)[1]
@@ -114,12 +118,13 @@ class ReplicatedMemory(EngineMemory):
 
     autocast = True
 
+    def weight_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
+        return super().weight_bytes(shape, trained) - narrowed_bytes(self.cfg, shape)
+
     def whole_weights(self, shape: ModelShape) -> int:
-        if not self.precision.autocast:
+        if not self.precision.autocast or self.cfg.finetune.lora.enabled:
             return 0
-        layer, finetune = layer_parameters(shape), self.cfg.finetune
-        passing = finetune.lora.enabled and recomputed_layers(self.cfg, shape) == shape.layers
-        return self.precision.computed * (layer if passing else shape.parameters - embedding_parameters(shape))
+        return self.precision.computed * (shape.parameters - embedding_parameters(shape))
 
 
 class ShardedMemory(EngineMemory):
@@ -152,6 +157,10 @@ class ShardedMemory(EngineMemory):
         if self.shards_gradients or trained is not None:
             return super().gradient_bytes(shape, trained)
         return 4 * (shape.parameters - shape.expert_parameters + shape.expert_parameters // self.dividing)
+
+    def weight_bytes(self, shape: ModelShape, trained: int | None = None) -> int:
+        saved = 0 if self.offloads else narrowed_bytes(self.cfg, shape) // self.sharing
+        return super().weight_bytes(shape, trained) - saved
 
     def exchanged_bytes(self, shape: ModelShape, tokens: int) -> int:
         """What a rank sends and what comes."""
@@ -236,6 +245,12 @@ def engine_memory(cfg: Config, ranks: int) -> EngineMemory:
     """
     name = engine_of(cfg, ranks)
     return resolve_function(traits_of(name).memory)(cfg, name, ranks)
+
+
+def narrowed_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Bytes that `ddp` and `fsdp2` save on a frozen base, whose layers they hold in bfloat16."""
+    is_narrowed = cfg.finetune.lora.enabled and cfg.finetune.dtype == "bfloat16"
+    return 2 * (shape.parameters - embedding_parameters(shape)) if is_narrowed else 0
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:

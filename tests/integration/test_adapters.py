@@ -34,7 +34,8 @@ class AdapterTrainer(Trainer):
 
     def __init__(self, model_path: Path):
         super().__init__(model_path)
-        cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", *OVERRIDES]))
+        required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.dtype=float32"]
+        cfg = parse(compose("base", [*required, *OVERRIDES]))
         policy = Policy(add_adapters(self.model, cfg.finetune.lora, seed=0).eval(), lora_scaling=3.0)
         self.engine = ReplicatedEngine(policy, cfg, torch.device("cpu"))
         self._adapter = [parameter.detach().clone() for parameter in self.engine.trained.values()]

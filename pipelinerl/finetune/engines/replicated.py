@@ -1,4 +1,4 @@
-"""Replication: every rank holds the whole policy in float32, and gradients are summed over ranks once per step.
+"""Replication: every rank holds the whole policy, what it trains in float32, and gradients are summed once per step.
 
 bfloat16 is computed by autocast over float32 parameters, so small updates are not lost.
 """
@@ -14,7 +14,7 @@ from pipelinerl.config.engine import TRAITS
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.stepping import SteppingEngine
-from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, materialise
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, materialise, narrow_frozen
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
@@ -31,6 +31,7 @@ class ReplicatedEngine(SteppingEngine):
 
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         finetune = cfg.finetune
+        narrow_frozen(policy.lm, DTYPES[finetune.dtype])
         materialise(policy, device)
         self.policy = policy
         self.device = device

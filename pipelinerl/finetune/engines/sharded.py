@@ -24,7 +24,7 @@ from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.experts import ExpertGroup, divide_experts, make_expert_group
 from pipelinerl.finetune.engines.optimizers import state_tensors
 from pipelinerl.finetune.engines.stepping import SteppingEngine
-from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty, narrow_frozen
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
@@ -41,6 +41,7 @@ class ShardedEngine(SteppingEngine):
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         finetune = cfg.finetune
         empty, offloads = is_empty(policy), finetune.cpu_offload is True
+        narrow_frozen(policy.lm, DTYPES[finetune.dtype])
         self.policy = policy if empty or offloads else policy.to(device)  # FSDP moves it group by group
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()

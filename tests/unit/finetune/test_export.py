@@ -34,7 +34,9 @@ def make_lm(tied: bool = True) -> Qwen2ForCausalLM:
 
 
 def make_engine(lm: torch.nn.Module, **options: float) -> ReplicatedEngine:
-    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
+    cfg = parse(
+        compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.dtype=float32"])
+    )
     return ReplicatedEngine(Policy(lm, **options), cfg, torch.device("cpu"))
 
 

@@ -1,6 +1,7 @@
 """A model streamed into an engine holds the very numbers that a whole load gives, and reads only its ranges."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
+from pipelinerl.finetune.engines import replicated
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.loading import WeightFiles, load_model, stream_weights
-from pipelinerl.finetune.model import Policy, Tokens, empty_lm, is_empty, load_lm
+from pipelinerl.finetune.model import Policy, Tokens, empty_lm, is_empty, load_lm, narrow_frozen
 from pipelinerl.finetune.small_copy import small_copy
 from tests.models import make_qwen2, save_qwen2
 from tests.says import says
@@ -29,7 +31,8 @@ def make_config(model: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize("lora", ["true", "false"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: bool, lora: str) -> None:
-    cfg = make_config(save_qwen2(tmp_path / "model", 32, tied=tied), f"finetune.lora.enabled={lora}")
+    model = save_qwen2(tmp_path / "model", 32, tied=tied)
+    cfg = make_config(model, f"finetune.lora.enabled={lora}", "finetune.dtype=float32")
     lm, files = load_model(cfg, "sdpa")
     assert files is not None
     assert is_empty(lm)
@@ -47,6 +50,18 @@ def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: b
     assert torch.equal(engine.policy.hidden_states(tokens), whole.hidden_states(tokens))
     assert [p.requires_grad for p in ours.values()] == [p.requires_grad for p in expected.values()]
     assert engine.policy.lm.generation_config.to_dict() == whole.lm.generation_config.to_dict()
+
+
+def test_base_in_bfloat16_gives_the_very_states_that_autocast_gives(tmp_path: Path, monkeypatch: Any) -> None:
+    states, held = [], []
+    cfg = make_config(save_qwen2(tmp_path, 32), "finetune.lora.enabled=true")
+    for narrow in (narrow_frozen, lambda lm, dtype: None):
+        monkeypatch.setattr(replicated, "narrow_frozen", narrow)
+        engine = ReplicatedEngine(Policy(load_lm(cfg.model_path, cfg, "sdpa")), cfg, CPU)
+        held.append({parameter.dtype for parameter in engine.policy.parameters()})
+        states.append(engine.evaluate(Tokens(torch.arange(9)[None], torch.arange(9)[None])))
+    assert held == [{torch.bfloat16, torch.float32}, {torch.float32}]
+    assert torch.equal(*states)
 
 
 def test_bfloat16_files_become_float32_weights(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import LoraSection
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.model import add_adapters, decoder_layers, load_lm, turn_dropout_off
+from pipelinerl.finetune.model import add_adapters, decoder_layers, load_lm, narrow_frozen, turn_dropout_off
 from tests.models import make_family, make_qwen2, save_qwen2
 
 
@@ -72,6 +72,21 @@ def test_adapters_of_a_seed_have_the_same_values_whatever_was_drawn_before() -> 
     flat = torch.cat([first[name].flatten() * first[name].shape[1] ** 0.5 for name in matrices])
     assert flat.abs().max() <= 1.0
     assert flat.std().item() == pytest.approx(3**-0.5, rel=0.1)
+
+
+def test_frozen_matrices_have_the_precision_of_their_products_and_the_rest_stays() -> None:
+    """Those of attention and of experts. Adapters, norms, embedding and head are in float32."""
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, send="merged", r=2, alpha=2, dropout=0.0, target_modules=["q_proj", "o_proj"])
+    trained, lm = make_family("qwen3_moe"), add_adapters(make_family("qwen3_moe"), lora, seed=0)
+    for model in (trained, lm):
+        narrow_frozen(model, torch.bfloat16)
+    kinds = {name: parameter.dtype for name, parameter in lm.named_parameters()}
+    narrowed = {name for name, kind in kinds.items() if kind == torch.bfloat16}
+    parts = ("q_proj.base_layer", "k_proj", "v_proj", "o_proj.base_layer", "experts.gate_up_proj", "experts.down_proj")
+    assert {name for name in kinds if any(part in name for part in parts)} <= narrowed
+    assert not any("lora_" in name or "norm" in name or "embed" in name or "lm_head" in name for name in narrowed)
+    assert {parameter.dtype for parameter in trained.parameters()} == {torch.float32}, "nothing is frozen"
 
 
 def test_adapters_on_all_linear_layers_leave_the_output_head_alone() -> None:

@@ -298,7 +298,7 @@ def test_adapters_alone_have_gradients_and_states():
 
 
 def test_what_is_frozen_keeps_nothing_for_its_gradient():
-    """The norms' normalised input, and the head's gradient; autocast's copy of a weight is gone after its product."""
+    """The norms' normalised input, and the head's gradient."""
     shape = shape_from_config({**TINY, "tie_word_embeddings": False})
     lora, full = make_config("finetune.lora.enabled=true"), make_config()
     for name, width in (("fsdp2", 2), ("ddp", 4)):
@@ -311,8 +311,21 @@ def test_what_is_frozen_keeps_nothing_for_its_gradient():
     assert engine("deepspeed", lora, 8).whole_weights(shape) == 2 * (shape.parameters - 100 * 8)
     tied = shape_from_config({**TINY, "tie_word_embeddings": True})
     assert engine("deepspeed", lora, 8).whole_weights(tied) == 2 * tied.parameters
-    recomputed = make_config("finetune.lora.enabled=true", "finetune.gradient_checkpointing=true")
-    assert engine("ddp", recomputed, 8).whole_weights(shape) == 2 * (592 + 4)
+    assert engine("ddp", lora, 8).whole_weights(shape) == 0, "the layers are held as they are multiplied"
+
+
+def test_frozen_layers_take_two_bytes_of_a_parameter_in_bfloat16():
+    """Two layers of 592 and a last norm of 8, and embedding and head of 800 each, on 1 rank and on 4."""
+    shape = shape_from_config({**TINY, "tie_word_embeddings": False})
+    lora, layers, rest = make_config("finetune.lora.enabled=true"), 2 * 592 + 8, 2 * 800
+    assert engine("ddp", lora, 1).weight_bytes(shape, 10) == 2 * layers + 4 * rest
+    assert engine("fsdp2", lora, 4).weight_bytes(shape, 10) == (2 * layers + 4 * rest) // 4
+    assert engine("deepspeed", lora, 4).weight_bytes(shape, 10) == 2 * (layers + rest) // 4
+    whole = make_config("finetune.lora.enabled=true", "finetune.dtype=float32")
+    for cfg in (whole, make_config()):
+        assert engine("ddp", cfg, 1).weight_bytes(shape, 10) == 4 * (layers + rest)
+    away = make_config("finetune.lora.enabled=true", "finetune.cpu_offload=true")
+    assert engine("fsdp2", away, 4).weight_bytes(shape, 10) == 0
 
 
 def test_head_rounds_the_logits_gradient_for_cuda_and_its_own_for_bfloat16_weights():
