@@ -103,7 +103,9 @@ def _splits(cfg: Config, target: Target) -> Iterator[Changes]:
     devices, size = sum(node.devices for node in target.nodes), devices_per_server(cfg)
     servers, sides = len(world.get("actor_llm")), len(world.get("preprocessor_llm"))
     tensor_parallel = int(cfg.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
-    for factor in [factor for factor in (1, 2, 4, 8) if size * factor <= devices]:
+    for factor in (1, 2, 4, 8):
+        if size * factor > devices or target.shape.heads % (tensor_parallel * factor):  # vLLM divides heads evenly
+            continue
         larger = {TENSOR_PARALLEL: tensor_parallel * factor}
         if cfg.world.share_devices:
             yield larger

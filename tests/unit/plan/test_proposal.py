@@ -11,7 +11,7 @@ from pipelinerl.config import load
 from pipelinerl.config.sections import Config
 from pipelinerl.plan.memory import memory_plan
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
-from pipelinerl.plan.proposal import Changes, Target, advice, proposal
+from pipelinerl.plan.proposal import Changes, Target, advice, proposal, steps
 from pipelinerl.plan.speed import planned_gpu
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import WorldMap, map_world
@@ -151,3 +151,10 @@ def test_experts_are_divided_where_that_makes_the_model_fit() -> None:
 def test_model_that_fits_no_machine_is_refused_without_a_proposal() -> None:
     asked = world(*WORLDS["7B on 1x24"], "finetune.seq_length=1000000")
     assert advice(asked.cfg, asked.target).startswith("nothing here makes it fit: shorten finetune.seq_length")
+
+
+def test_servers_of_no_size_are_proposed_that_does_not_divide_the_heads() -> None:
+    """28 heads: vLLM takes 1, 2 and 4 GPUs, not 8."""
+    asked = world("base_2node", "Qwen2.5-7B", 8, "H100", TWO_NODES)
+    sizes = {changes.get(TENSOR_PARALLEL) for changes in list(steps(asked.cfg, asked.target))[1]}
+    assert sizes == {None, 1, 2, 4}
