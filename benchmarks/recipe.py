@@ -200,6 +200,7 @@ def main() -> int:
     reference = AutoModelForCausalLM.from_pretrained(args.reference, dtype=torch.float32) if args.reference else None
     runs = [record(run_dir, args.figures, reference) for run_dir in args.runs]
     document = {"machine": machine(), "commit": args.commit or commit(), "note": args.note, "runs": runs}
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     draw(args.out / "curve.png", runs)
     return 0
