@@ -49,10 +49,16 @@ def metrics_file(run_dir: Path | str, kind: str) -> Path:
     return Path(run_dir) / METRICS / f"{kind}.jsonl"
 
 
+def exports(run_dir: Path) -> dict[int, Path]:
+    """The folders with the run's models for servers, by optimizer step."""
+    steps = {path.name.removeprefix("step_"): path for path in (run_dir / EXPORTS).glob("step_*")}
+    return {int(step): path for step, path in steps.items() if step.isdecimal()}
+
+
 def newest_export(run_dir: Path) -> Path | None:
     """The folder with the run's newest model for servers. None: it has none yet."""
-    found = [path for path in (run_dir / EXPORTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    found = exports(run_dir)
+    return found[max(found)] if found else None
 
 
 def weight_store(store: str | None, run_dir: Path) -> str:

@@ -182,9 +182,14 @@ def beside(rollout: Callable[..., Any], name: str) -> Any:
     return getattr(rollout, name, None) or getattr(sys.modules.get(getattr(rollout, "__module__", "")), name, None)
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an instance that can be called, is defined with ``async def``."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def check_async_call(key: str, dotted: str, function: Callable[..., Any], args: Sequence[str]) -> None:
     """Checks as ``check_call`` does, and that the function is async."""
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+    if not is_async(function):
         raise DomainError(f"`{key}` is {dotted}: it is not async; define it with `async def` ({', '.join(args)})")
     check_call(key, dotted, function, args, {})
 

@@ -5,7 +5,6 @@ the rollout worker. A failure of a function is an exception, never a reward.
 """
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -20,7 +19,7 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.chat.continuation import spoken
 from pipelinerl.config.reward_functions import MATH, REWARD, is_judge, name_of, weights_of
 from pipelinerl.domains.columns import ANSWERS, checked_columns, column, found_column, question_of
-from pipelinerl.domains.contract import import_named
+from pipelinerl.domains.contract import import_named, is_async
 from pipelinerl.domains.datasets import Problem, rows_of
 from pipelinerl.domains.judge_client import all_of, judge_of
 from pipelinerl.domains.reward_forms import Answered, Form, arguments, form_of, numbers_of
@@ -187,7 +186,3 @@ def known(dotted: str, kind: str) -> tuple[Callable[..., Any], Form]:
     """Imports a function, and returns it with its form."""
     function = import_named("reward_function", dotted)
     return function, form_of(dotted, function, kind)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -8,7 +8,7 @@ import yaml
 
 from pipelinerl.config.keys import declared
 from pipelinerl.config.nested import value_at
-from pipelinerl.config.paths import EXPORTS
+from pipelinerl.config.paths import exports
 from pipelinerl.config.sections import Config
 from pipelinerl.config.versions import installed_versions
 from pipelinerl.records.messages import EvaluationDone
@@ -40,10 +40,9 @@ Made with {versions}.
 
 def write_cards(run_dir: Path, cfg: Config, evaluations: Sequence[EvaluationDone]) -> None:
     """Write `README.md` into every exported model of a run."""
-    for folder in (run_dir / EXPORTS).glob("step_*"):
-        step = folder.name.removeprefix("step_")
-        if step.isdecimal():
-            replace_file(folder / "README.md", card(cfg, int(step), evaluations, installed_versions()))
+    versions = installed_versions()
+    for step, folder in exports(run_dir).items():
+        replace_file(folder / "README.md", card(cfg, step, evaluations, versions))
 
 
 def card(cfg: Config, step: int, evaluations: Sequence[EvaluationDone], versions: Mapping[str, str]) -> str:

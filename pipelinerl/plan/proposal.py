@@ -71,7 +71,7 @@ def proposal(cfg: Config, target: Target, first: Changes | None = None) -> Chang
     shares, layouts, *training = steps(given, target)
     serving = [{**share, **layout} for layout, share in product(layouts, shares)]
     serving = [changes for changes in serving if _serves(_changed(given, changes), target)]
-    for choice in product(*reversed(training), serving):
+    for choice in product(*reversed(training), serving):  # servers vary first, the dearest step last
         changes = {key: value for step in reversed(choice) for key, value in step.items()}
         if fits(_changed(given, changes), target):
             for key in tuple(changes):  # what a step brings beside the cure. A fraction alone is another split
