@@ -33,12 +33,9 @@ def try_chat(cfg: Config, asked: Sequence[tuple[Messages, Tools]]) -> Iterator[s
     Raises:
         ConfigError: the run would fail.
     """
-    if not has_tokenizer(cfg.model_path):
+    tokenizer = tokenizer_of(cfg.model_path)
+    if tokenizer is None:
         return
-    try:
-        tokenizer = load_tokenizer(cfg.model_path)
-    except Exception as error:  # tokenizers raises anything
-        raise ConfigError(f"`model_path` is {cfg.model_path!r}: its tokenizer: {described(error)}") from error
     for name, section in (("llm", cfg.llm), ("test_llm", cfg.test_llm)):
         options = template_options(section.chat_template, section.chat_template_kwargs, tokenizer)
         renderer = renderer_of(tokenizer, section.renderer or "")
@@ -82,6 +79,20 @@ def refusal_of_parsers(cfg: Config) -> str | None:
         except Exception as error:  # noqa: BLE001 — parsers of vLLM raise anything
             return f"`{key}` is {name!r} and cannot be used with {cfg.model_path!r}: {described(error)}"
     return None
+
+
+def tokenizer_of(model_path: str) -> Any:
+    """The model's tokenizer. None: it is not on this machine, or not yet.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    if not has_tokenizer(model_path):
+        return None
+    try:
+        return load_tokenizer(model_path)
+    except Exception as error:  # tokenizers raises anything
+        raise ConfigError(f"`model_path` is {model_path!r}: its tokenizer: {described(error)}") from error
 
 
 def has_tokenizer(model_path: str) -> bool:

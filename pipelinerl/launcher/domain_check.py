@@ -11,7 +11,6 @@ import contextlib
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.actor.groups import dataset_of
 from pipelinerl.actor.sampling import try_sampler
-from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.config.dotted import self_imports
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
@@ -28,9 +26,10 @@ from pipelinerl.config.servers import sees_hint
 from pipelinerl.domains.contract import cfg_of_domains, domains_of
 from pipelinerl.domains.environments.serve import check_class
 from pipelinerl.errors import ConfigError, DatasetError, DomainError, RecordError, TransportError, VerifierError
-from pipelinerl.launcher.chat_trial import Messages, Tools, try_chat
+from pipelinerl.launcher.chat_trial import Messages, Tools, tokenizer_of, try_chat
 from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.launcher.trial import answer
+from pipelinerl.launcher.trial_tokenizer import ByteTokenizer, ModelTokenizer, TokenizerLimitError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.observability.logging import redacted
@@ -43,7 +42,6 @@ ROLLOUT_TIMEOUT_S = 3.0
 NOWHERE = "http://127.0.0.1:9"
 ANSWERS = ("<answer>1</answer>", "I do not know.", "\\boxed{2}", "")
 """The scripted model's answer in each rollout."""
-END_TOKEN = 256  # the first number that is no byte
 OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
 
 
@@ -53,10 +51,6 @@ class TrialFailure(Exception):
     def __init__(self, message: str, *, certain: bool):
         super().__init__(message)
         self.certain = certain
-
-
-class TokenizerLimitError(AttributeError):
-    """The domain uses an attribute of the tokenizer that `ByteTokenizer` lacks."""
 
 
 class WatchedProblem(dict[str, Any]):
@@ -89,8 +83,8 @@ async def try_rollouts(
 
     async def play(index: int, session: aiohttp.ClientSession) -> None:
         problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
+        llm = scripted_llm(cfg, ANSWERS[index])
         try:
-            llm = scripted_llm(cfg, ANSWERS[index])
             result = await asyncio.wait_for(rollout(cfg, llm, problem, session), ROLLOUT_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001 — the user's function
             failures.append((problem, error))
@@ -130,9 +124,11 @@ async def right_answers(
 
 def scripted_llm(cfg: DictConfig, answer: str | Callable[[str], str]) -> TrainableLLM:
     """Return a model with the run's sampling parameters and this answer. A function answers each prompt."""
+    model = OmegaConf.select(cfg, "model_path") or ""
+    tokenizer = tokenizer_of(model)
     return FakeLLM.saying(
         (lambda prompt: answer) if isinstance(answer, str) else answer,
-        tokenizer=ByteTokenizer(OmegaConf.select(cfg, "model_path") or ""),
+        tokenizer=ByteTokenizer(model) if tokenizer is None else ModelTokenizer(tokenizer),
         base_url=NOWHERE,
         model_name="policy",
         parameters=OmegaConf.to_container(cfg.llm.parameters),
@@ -171,71 +167,6 @@ def needs_outside(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-IMAGE = "\ufffc"
-"""Unicode's character for an object in a text."""
-
-
-class ByteTokenizer:
-    """A tokenizer with one token per byte, one that ends a message, and ``model``'s placeholder of images.
-
-    A real tokenizer would take a second to import.
-    """
-
-    all_special_ids = (END_TOKEN,)
-    added_tokens_decoder: Mapping[int, Any] = {}
-    eos_token_id = END_TOKEN
-
-    def __init__(self, model: str = ""):
-        self._model = model
-        self.asked: list[tuple[Messages, Tools]] = []
-        """Messages and tools that were rendered."""
-
-    @property
-    def name_or_path(self) -> str:
-        """The model. Raises ``TokenizerLimitError`` if its configuration is not on this machine yet."""
-        if placeholder_id(self._model) is None and not (Path(self._model) / "config.json").is_file():
-            raise TokenizerLimitError("name_or_path")
-        return self._model
-
-    @property
-    def backend_tokenizer(self) -> "ByteTokenizer":
-        return self
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> "Encoding":
-        before, *others = (list(part.encode()) for part in text.split(IMAGE))
-        image = required_placeholder(self.name_or_path) if others else END_TOKEN
-        return Encoding(before + [token for part in others for token in (image, *part)])
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        kept = bytes(token for token in token_ids if token < END_TOKEN)
-        end = "<end>" if END_TOKEN in token_ids and not skip_special_tokens else ""
-        return kept.decode(errors="replace") + end
-
-    def apply_chat_template(
-        self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **_: Any
-    ) -> str:
-        self.asked.append((messages, tools))
-        text = "".join(f"<{message['role']}>{said(message['content'])}<end>" for message in messages)
-        return text + ("<assistant>" if add_generation_prompt else "")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise TokenizerLimitError(name)
-
-
-def said(content: Any) -> str:
-    """The text of a message, with a character for each image."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(IMAGE if part["type"] == "image" else str(part["text"]) for part in content)
-
-
-class Encoding:
-    def __init__(self, ids: list[int]):
-        self.ids = ids
 
 
 class OutOfTimeError(BaseException):

@@ -105,7 +105,7 @@ class FakeLLM(TrainableLLM):
         ``fields`` are fields of ``TrainableLLM``.
         """
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
-        llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
+        llm = cls(tokenizer=byte_tokenizer() if tokenizer is None else tokenizer, **(defaults | fields))
         script = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
         llm.bind(RolloutState(script, turns=[], generate=llm_async_generate))
         return llm

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.launcher.domain_check import ByteTokenizer
+from pipelinerl.launcher.trial_tokenizer import ByteTokenizer
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import FakeLLM
 

@@ -13,14 +13,15 @@ from pipelinerl.chat.images import placeholder_id
 from pipelinerl.domains.largest import generate_rollout
 from pipelinerl.errors import DomainError, TransportError, VerifierError
 from pipelinerl.launcher.domain_check import (
-    ByteTokenizer,
     TrialFailure,
     check_data_sets,
     scripted_llm,
     try_rollouts,
 )
+from pipelinerl.launcher.trial_tokenizer import ByteTokenizer
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.testing import save_tokenizer
 from tests import pictures
 from tests.says import says
 
@@ -153,9 +154,33 @@ async def test_trial_slow_rollout_proves_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_byte_tokenizer_round_trips_and_bounds_are_kept() -> None:
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode("5 > ä").ids) == "5 > ä"
+    backend = ByteTokenizer().backend_tokenizer
+    assert backend.decode(backend.encode("5 > ä").ids) == "5 > ä"
     assert scripted_llm(CFG, "x").parameters == {"max_tokens": 16, "temperature": 1.0}
+
+
+USES = {
+    "call": lambda tokenizer: tokenizer("ab").input_ids == tokenizer.encode("ab"),
+    "len": lambda tokenizer: len(tokenizer) == max(tokenizer.get_vocab().values()) + 1,
+    "in": lambda tokenizer: "<|im_end|>" in tokenizer.get_vocab(),
+    "cut": lambda tokenizer: tokenizer.decode(tokenizer.encode("abc")[:2]) == "ab",
+    "chat": lambda tokenizer: len(tokenizer.apply_chat_template([{"role": "user", "content": "a"}])) > 1,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_trial_domain_that_calls_the_tokenizer_gets_the_models_own(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl.llm._TOKENIZERS", {})
+
+    async def counts(cfg: Any, llm: Any, problem: dict, session: Any) -> RolloutResult:
+        assert USES[use](llm.tokenizer)
+        return await generate_rollout(cfg, llm, problem, session)
+
+    cfg = OmegaConf.merge(CFG, {"model_path": str(save_tokenizer(tmp_path))})
+    await try_rollouts(cfg, counts, PROBLEMS)
+    assert not (await failure_of(counts)).certain  # no model is here: nothing is known
 
 
 async def test_trial_plays_a_domain_of_images_if_the_model_takes_them(tmp_path: Path) -> None:
