@@ -213,12 +213,20 @@ def check_context(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Compare the trainer's log-probs with the model's own, which the trainer repeats for every model.
+    """Refuse quantized weights, and a model whose log-probs the trainer does not repeat.
 
-    Skipped for `PLAIN_TYPES` with ordinary rope, and for models that are not on this machine yet.
+    The comparison is skipped for `PLAIN_TYPES` with ordinary rope, and for models that are not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"
-    if not described.is_file() or _is_plain(json.loads(described.read_text(encoding="utf-8"))):
+    if not described.is_file():
+        return
+    model = json.loads(described.read_text(encoding="utf-8"))
+    if quantization := model.get("quantization_config"):
+        raise ConfigError(
+            f"`model_path` is {config.model_path!r}: its weights are quantized ({quantization.get('quant_method')}), "
+            "and neither trained nor sent so: give the model with plain weights"
+        )
+    if _is_plain(model):
         return
     finetune = config.finetune
     argv = ["-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]

@@ -139,6 +139,15 @@ def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, mon
         preflight.check_architecture(parse(compose("base", own)))
 
 
+@pytest.mark.parametrize("method", ["awq", "fp8"])
+def test_quantized_weights_are_refused(tmp_path: Path, method: str) -> None:
+    described = {"model_type": "qwen2", "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
+    with pytest.raises(ConfigError, match=says("model_path", str(tmp_path), method, "plain weights")):
+        preflight.check_architecture(parse(compose("base", own)))
+
+
 def test_companion_whose_import_never_ends_is_refused_in_one_line(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
