@@ -1,14 +1,16 @@
 """Forward and backward passes of an optimizer batch with every common prefix computed once, beside whole sequences.
 
     python -m benchmarks.shared_prefixes --json benchmarks/shared_prefixes.json
-    python -m benchmarks.shared_prefixes --model models/SmolLM2-135M-Instruct --cases 45,23,8 512,32,8 --rollouts 64
+    python -m benchmarks.shared_prefixes --model models/SmolLM2-135M-Instruct --cases 45,23,8 512,32,8 --rollouts 64 \\
+        --seq-length 2048 --json benchmarks/shared_prefixes.json
 
 A case is prompt, answer and attempts: tokens of a problem's prompt, mean tokens of an answer (uniform within half of it
 on both sides), and attempts at each problem. For each side the batch is packed as the preprocessor packs it and laid
-out as the trainer chooses. The two take turns.
+out as the trainer chooses. The two take turns. The grid is computed by a small model, so that its longest cases end;
+a prompt of 1 is a first token alone, so nothing is shared. A case that the file has is not measured again.
 
 - `tokens`: of all sequences; `computed`: with prefixes once; `trained`: of the answers;
-- `whole_s`, `shared_s`: the fastest of `--rounds` passes over the batch; `ratio`: the first over the second.
+- `whole_s`, `shared_s`: the fastest of `rounds` passes over the batch; `ratio`: the first over the second.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import platform
 from collections.abc import Sequence
 from functools import partial
+from os import getloadavg
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,7 +38,10 @@ from pipelinerl.records import MicroBatch
 from pipelinerl.records.prefixes import prefixes_of, sort_by_prefix
 
 Case = tuple[int, int, int]
-CASES = [(prompt, answer, n) for prompt in (1, 512, 4096) for answer in (32, 1024) for n in (4, 8, 16)]
+CASES = [(prompt, answer, n) for prompt in (1, 64, 512, 4096) for answer in (32, 256, 1024) for n in (4, 8, 16)]
+CASE_S = 30
+"""Seconds after which a case has no further round, so that the grid takes less than half an hour."""
+SMALL = "6 layers of 256"
 
 
 def make_batch(case: Case, rollouts: int, vocab_size: int) -> list[SyntheticSample]:
@@ -96,23 +102,26 @@ def measure(lm: PreTrainedModel, case: Case, rollouts: int, seq_length: int, rou
     for name in sides:  # the first pass allocates
         our_step(policy, sides[name][0], rules[name])
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    started = perf_counter()
+    while len(seconds["whole"]) < rounds and (not seconds["whole"] or perf_counter() - started < CASE_S):
         for name, times in seconds.items():
             times.append(timed(partial(train, name), perf_counter))
     tokens = sum(len(sample.token_ids) for sample in samples)
     shared = sum(int(prefixes_of(record)[1].sum()) for record in sides["shared"])
     whole_s, shared_s = min(seconds["whole"]), min(seconds["shared"])
     return {
-        "prompt": case[0],
-        "answer": case[1],
-        "attempts": case[2],
+        "rollouts": len(samples),
+        "seq_length": seq_length,
         "tokens": tokens,
         "computed": tokens - shared,
         "trained": sum(int(np.diff(sample.spans[:, :2]).sum()) for sample in samples),
         "micro_batches": [len(records) for records in sides.values()],
+        "rounds": len(seconds["whole"]),
         "whole_s": round(whole_s, 3),
         "shared_s": round(shared_s, 3),
         "ratio": round(whole_s / shared_s, 3),
+        "load": round(getloadavg()[0], 1),
+        "commit": commit(),
     }
 
 
@@ -130,10 +139,10 @@ def load(model: Path | None) -> PreTrainedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="add the results here")
     parser.add_argument("--model", type=Path, help="a model's folder. Default: six random layers of 256")
     parser.add_argument("--cases", nargs="+", help="prompt,answer,attempts")
-    parser.add_argument("--rollouts", type=int, default=32)
+    parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -143,24 +152,25 @@ def main() -> None:
     cases = CASES
     if args.cases:
         cases = [(int(p), int(a), int(n)) for p, a, n in (case.split(",") for case in args.cases)]
-    results = []
+    found = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.is_file() else {}
+    results: dict[str, dict[str, dict[str, Any]]] = found.get("results", {})
     for case in cases:
-        results.append(measure(lm, case, args.rollouts, args.seq_length, args.rounds))
-        print(json.dumps(results[-1]), flush=True)
-    if args.json:
-        document = {
-            "benchmark": "shared_prefixes",
-            "model": args.model.name if args.model else "6 layers of 256",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": args.threads,
-            "rollouts": args.rollouts,
-            "seq_length": args.seq_length,
-            "machine": machine(),
-            "commit": commit(),
-            "results": results,
-        }
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        rows = results.setdefault(f"{args.model.name if args.model else SMALL}, {case[2]} attempts", {})
+        name = f"prompt {case[0]}, answers {case[1]}"
+        if name in rows:
+            continue
+        rows[name] = measure(lm, case, args.rollouts, args.seq_length, args.rounds)
+        print(case, json.dumps(rows[name]), flush=True)
+        if args.json:
+            document = {
+                "benchmark": "shared_prefixes",
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "threads": args.threads,
+                "machine": machine(),
+                "results": results,
+            }
+            args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
