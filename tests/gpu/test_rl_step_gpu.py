@@ -65,6 +65,21 @@ def test_bfloat16_head_multiplies_into_float32() -> None:
     assert (output.logprobs_K - exact).abs().max() <= 1e-4
 
 
+def test_bfloat16_head_adds_the_gradient_of_its_chunks_in_float32() -> None:
+    torch.manual_seed(0)
+    head = OutputHead.wrap(nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16, device=DEVICE))
+    wide = OutputHead.wrap(nn.Linear(1024, 4096, bias=False, device=DEVICE))
+    wide.weight.data = head.weight.data.float()
+    hidden = torch.randn(64, 1024, dtype=torch.bfloat16, device=DEVICE)
+    targets = torch.randint(0, 4096, (64,), device=DEVICE)
+    objective = PolicyObjective(_inputs(64), LossSettings())
+    for each in (head, wide):
+        states = hidden.to(each.weight.dtype)
+        head_loss(each, states, targets, objective, temperature=1.0, chunk=16, fp32=True).loss.backward()
+    expected = wide.weight.grad
+    assert (head.weight.grad.float() - expected).norm() <= 2**-8 * expected.norm()
+
+
 def test_packed_documents_do_not_attend_to_each_other() -> None:
     policy = make_policy(DEVICE, torch.float32)
     with torch.no_grad():

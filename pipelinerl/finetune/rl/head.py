@@ -437,6 +437,6 @@ def _accumulate(total_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> Non
     if gradient_CV.dtype == total_VH.dtype:
         total_VH.addmm_(gradient_CV.t(), hidden_CH)
     elif gradient_CV.is_cuda and total_VH.dtype == torch.float32:
-        total_VH.add_(torch.mm(gradient_CV.t(), hidden_CH, out_dtype=torch.float32))
+        torch.addmm(total_VH, gradient_CV.t(), hidden_CH, out_dtype=torch.float32, out=total_VH)
     else:
         total_VH.add_(torch.mm(gradient_CV.t(), hidden_CH))
