@@ -123,7 +123,15 @@ def _ids_between(renderer: ChatRenderer, turn: Turn, messages: list[dict], kwarg
     if isinstance(renderer, FamilyRenderer):
         return renderer.ids_between(turn.prompt_ids, turn.completion_ids, messages, turn.tools, kwargs)
     text = _text_between(renderer, turn, messages[0], messages[1:], kwargs)
-    return None if text is None else renderer.encode(text)
+    return None if text is None else _encoded_behind(renderer, turn, text)
+
+
+def _encoded_behind(renderer: ChatRenderer, turn: Turn, text: str) -> np.ndarray:
+    """Returns the ids of a text behind the turn's end token, which takes white space away in some tokenizers."""
+    ids = renderer.encode(turn.end_text + text)
+    if turn.end_text and ids[0] == turn.completion_ids[-1]:
+        return ids[1:]
+    return renderer.encode(text)
 
 
 def _text_between(

@@ -22,6 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of
+from pipelinerl.chat.reading import ReadText
+from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.llm import GenerateRequest, LLMCall, Prompt, RolloutState, TrainableLLM
 from pipelinerl.preprocess.samples import Shaping, sequence_advantages
 from pipelinerl.records import Rollout
@@ -475,3 +478,63 @@ async def test_other_templates_of_trl_are_continued_too(name: str) -> None:
     for before, ids, prompt in zip(sampler.prompts, sampler.sampled, sampler.prompts[1:], strict=False):
         assert prompt[: len(before) + len(ids)] == before + ids
         assert "the user's question" in llm.tokenizer.decode(prompt[len(before) + len(ids) :])
+
+
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}"
+)
+
+
+def unigram(scheme: str) -> Any:
+    """Characters, with spaces as in SentencePiece."""
+    characters = sorted(set("▁\n|:<>") | set(map(chr, range(33, 127))))
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in characters)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer
+
+
+def bytes_alone(prefix: bool = False) -> Any:
+    tokenizer = Tokenizer(
+        models.BPE(vocab={s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "options"),
+    [
+        (bytes_alone(), PHI, {"rstrip": True}),
+        (bytes_alone(), PHI, {"lstrip": True}),
+        (bytes_alone(), PHI, {"lstrip": True, "rstrip": True}),
+        (bytes_alone(prefix=True), PHI, {"rstrip": True}),
+        (bytes_alone(prefix=True), VICUNA, {}),
+        (unigram("first"), PHI, {}),
+        (unigram("first"), PHI, {"rstrip": True}),
+        (unigram("first"), VICUNA, {}),
+        (unigram("always"), VICUNA, {}),
+        (unigram("never"), PHI, {"normalized": True}),
+    ],
+)
+def test_marks_that_take_white_space_away_do_so_behind_an_answer(tokenizer: Any, template: str, options: dict) -> None:
+    marks = ("<|end|>", "<|user|>", "<|assistant|>")
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, **options) for mark in marks])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = template
+    renderer = ChatRenderer(fast)
+    asked = [{"role": "user", "content": "1+1?"}]
+    told = [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "more"}]
+    prompt_ids, whole = renderer.render(asked, None, {}).token_ids, renderer.render(told, None, {}).token_ids
+    end = len(prompt_ids) + whole[len(prompt_ids) :].tolist().index(fast.eos_token_id) + 1
+    answer = answers_of("2", "<|end|>", ReadText("2", []), [])
+    turn = Turn(history_of(asked), answer, None, prompt_ids, whole[len(prompt_ids) : end], "<|end|>")
+    extended = extend(renderer, [turn], told, history_of(told), None, {})
+    assert extended is not None
+    assert extended[0].token_ids.tolist() == whole.tolist()
