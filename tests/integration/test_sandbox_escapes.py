@@ -142,6 +142,19 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
 for command in (5, 36): attempt(fcntl.fcntl, open("/usr/bin/env"), command, struct.pack("hhqqi4x", 1, 0, 0, 1, 0))
 """,
     "watch a shared file": "(syscall(294, 0) >= 0 or syscall(253) >= 0) and escaped()",
+    "drop a shared file from memory": """
+shared = os.open(os.__file__, os.O_RDONLY)
+attempt(os.posix_fadvise, shared, 0, 0, os.POSIX_FADV_DONTNEED)
+syscall(187, shared, 0, 4096) >= 0 and escaped()
+import mmap
+pages = mmap.mmap(shared, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ)
+for advice in (20, 21): attempt(pages.madvise, advice)
+""",
+    "ask which pages of a shared file are in memory": """
+shared = os.open(os.__file__, os.O_RDONLY)
+attempt(os.preadv, shared, [bytearray(1)], 0, os.RWF_NOWAIT)
+for number in (27, 451): syscall(number, 0, 0, 0, 0); ctypes.get_errno() != 1 and escaped(number)
+""",
     # memory and processes
     "large socket buffers": """
 import socket

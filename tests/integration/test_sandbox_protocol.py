@@ -1,8 +1,14 @@
 """What every sandbox does: the embedded one, SandboxFusion and one of the user's own. A failing one is no reward."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.actor.failures import classify
 from pipelinerl.domains.coding import generate_rollout
-from pipelinerl.domains.sandbox import Limits, Outcome, ProgramRunner, Sandbox, choice, runner
+from pipelinerl.domains.sandbox import Limits, Outcome, ProgramRunner, Sandbox, choice, remote, runner
 from pipelinerl.domains.sandbox.choice import runner_of
 from pipelinerl.errors import VerifierError
 from pipelinerl.testing import run_rollout
@@ -126,3 +132,51 @@ async def test_sandbox_that_fails_is_no_reward(how: str, monkeypatch: pytest.Mon
         with pytest.raises(VerifierError) as raised:
             await run_rollout(generate_rollout, PROBLEM, [PROGRAM], cfg)
     assert classify(raised.value) == "verifier"
+
+
+FORGED = json.dumps({"ended": "exited", "exit_code": 0, "seconds": 0.0, "stdout": "42\n", "stderr": ""})
+REMOTE_ATTACKS = {
+    "pipe in the output's place": "for name in ('stdout.txt', 'stderr.txt'):\n    os.mkfifo(name)",
+    "no folder": "import shutil; shutil.rmtree(os.getcwd(), ignore_errors=True)",
+    "outcome through what runs it": f"""
+try: open(f'/proc/{{os.getppid()}}/fd/1', 'w').write('\\n{FORGED}\\n')
+except OSError: pass""",
+    "memory of what runs it": "try: open(f'/proc/{os.getppid()}/mem', 'rb'); print('ESCAPED')\nexcept OSError: pass",
+    "token": "print(*[open(name).read() for name in os.listdir() if 'token' in name])",
+}
+
+
+@pytest.fixture(params=["root", "user"])
+def remote_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.Machines]:
+    """Processes of this machine in the place of a provider's, whose commands run as root or as a user."""
+    if os.geteuid() != 0 and request.param == "root":
+        pytest.skip("needs root")
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin")  # which every user can read
+    if python is None:
+        pytest.skip("needs a python3 of the system")
+    user = 12345 if os.geteuid() == 0 and request.param == "user" else None
+
+    @asynccontextmanager
+    async def machine(lifetime_s: int) -> AsyncIterator[remote.Execute]:
+        async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
+            for path, data in files.items():
+                Path(path).write_bytes(data)
+            if user is not None:
+                for path in (remote.FOLDER, *files):
+                    os.chown(path, user, user)
+            process = await asyncio.create_subprocess_exec(python, *command[1:], stdout=subprocess.PIPE, user=user)
+            return (await process.communicate())[0].decode()
+
+        yield execute
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setattr(remote, "FOLDER", folder)
+        yield machine
+
+
+@pytest.mark.parametrize("attack", REMOTE_ATTACKS)
+async def test_program_on_a_remote_machine_cannot_write_its_outcome(attack: str, remote_machines: remote.Machines):
+    sandbox = remote.RemoteSandbox("Local", remote_machines, run_timeout_s=5.0)
+    (outcome,) = await sandbox.run_python(f"import os\n{REMOTE_ATTACKS[attack]}\nprint(41)", [""])
+    assert (outcome.ended, outcome.exit_code, outcome.stdout.strip()) == ("exited", 0, "41"), outcome

@@ -7,9 +7,12 @@ There is no account here: what a client would ask its provider for is done by a 
 
 import asyncio
 import inspect
+import os
 import shlex
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +42,8 @@ class Provider:
     def __init__(self) -> None:
         self.started = self.ended = 0
         self.networks: list[bool] = []
-        self.python = sys.executable
+        # Programs run as a user who may not read this environment.
+        self.python = shutil.which("python3", path="/usr/local/bin:/usr/bin") or sys.executable
         self.failure: Exception | None = None
 
     def start(self, network: bool) -> None:
@@ -104,7 +108,8 @@ def fake_e2b(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
             kill=as_real(e2b.AsyncSandbox.kill, provider.end),
         )
 
-    async def run(cmd: str, *, timeout: float) -> Any:
+    async def run(cmd: str, *, user: str, timeout: float) -> Any:
+        assert user == "root"
         return SimpleNamespace(stdout=await provider.run(*cmd.split()))
 
     monkeypatch.setattr(e2b.AsyncSandbox, "create", as_real(e2b.AsyncSandbox.create, create, method=False))
@@ -139,11 +144,13 @@ def fake_modal(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, Provider]:
+def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Provider]]:
     provider = Provider()
     {"daytona": fake_daytona, "e2b": fake_e2b, "modal": fake_modal}[request.param](provider, monkeypatch)
-    monkeypatch.setattr(remote, "FOLDER", str(tmp_path / "program"))
-    return request.param, provider
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setattr(remote, "FOLDER", f"{folder}/program")
+        yield request.param, provider
 
 
 async def run(name: str, code: str, stdins: list[str], limit_s: float = LIMIT_S, **how: bool) -> list[Outcome]:

@@ -6,6 +6,7 @@ its own without a network, because runs share nothing. A failure of the provider
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -55,7 +56,8 @@ class RemoteSandbox:
         return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
-        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": INSIDE}
+        token = secrets.token_hex()
+        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": INSIDE, "token": token}
         files = {f"{FOLDER}/{name}": text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
         command = ["python3", f"{FOLDER}/remote.py", FOLDER, str(self._run_timeout_s), str(OUTPUT_BYTES)]
         lifetime_s = int(self._run_timeout_s) + START_S
@@ -65,15 +67,16 @@ class RemoteSandbox:
                 printed = await execute(files, command, lifetime_s)
         except Exception as error:  # the clients raise errors of many kinds
             raise VerifierError(f"{self._provider} did not run the program: {type(error).__name__}: {error}") from error
-        return outcome_of(self._provider, printed)
+        return outcome_of(self._provider, printed, token)
 
 
-def outcome_of(provider: str, printed: str) -> Outcome:
+def outcome_of(provider: str, printed: str, token: str) -> Outcome:
     """Converts the output of `inside.remote`. Raises ``VerifierError`` if the run did not begin."""
-    head, _, line = printed.partition("\n")
+    head, *lines = printed.splitlines() or [""]
     if head != inside.BEGINS:
         raise VerifierError(f"{provider}'s machine does not run programs: {printed[-300:]!r}")
-    return msgspec.json.decode(line, type=Outcome) if line else KILLED
+    written = [line.removeprefix(f"{token} ") for line in lines if line.startswith(f"{token} ")]
+    return msgspec.json.decode(written[0], type=Outcome) if written else KILLED
 
 
 @asynccontextmanager
@@ -107,7 +110,7 @@ async def e2b_machine(lifetime_s: int) -> AsyncIterator[Execute]:
     async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
         for path, data in files.items():
             await sandbox.files.write(path, data)
-        return (await sandbox.commands.run(" ".join(command), timeout=limit_s)).stdout
+        return (await sandbox.commands.run(" ".join(command), user="root", timeout=limit_s)).stdout
 
     try:
         yield execute

@@ -2,7 +2,8 @@
 
 Denied are sockets with an address, tracing, mounts, namespaces, memory that no limit counts (``vmsplice`` keeps two
 megabytes with every page that it gives to a pipe), calls that name another process, locks and watches on shared files,
-and kernel interfaces that no program needs. ``socketpair`` is allowed, with buffers of the kernel's default size.
+calls that drop pages of shared files from memory or ask which are there, and kernel interfaces that no program needs.
+``socketpair`` is allowed, with buffers of the kernel's default size.
 """
 
 import ctypes
@@ -34,7 +35,8 @@ DENIED = {
     "migrate_pages": (256, 238), "fanotify_init": (300, 262), "quotactl": (179, 60), "acct": (163, 89),
     "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
-    "personality": (135, 92),
+    "personality": (135, 92), "fadvise64": (221, 223), "readahead": (187, 213), "mincore": (27, 232),
+    "cachestat": (451, 451),
 }  # fmt: skip
 """Denied calls, with their numbers on x86_64 and aarch64."""
 NAMESPACE_FLAGS = 0x7E020000
@@ -62,6 +64,8 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
     "sendto": ((44, 206), [[(5, WHOLE, ANY)]]),
     "setsockopt": ((54, 208), [[(1, WHOLE, 1), (2, WHOLE, option)] for option in (7, 8, 32, 33)]),
     "ioctl": ((16, 29), [[(1, WHOLE, request)] for request in (0x5452, 0x8901, 0x8902, 0x5412, 0x541C)]),
+    "madvise": ((28, 233), [[(2, WHOLE, 20)], [(2, WHOLE, 21)]]),
+    "preadv2": ((327, 286), [[(5, WHOLE, ANY)]]),
     "prlimit64": ((302, 261), [[(0, WHOLE, ANY)]]),
     "sched_setaffinity": ((203, 122), [[(0, WHOLE, ANY)]]),
     "sched_setscheduler": ((144, 119), [[(0, WHOLE, ANY)]]),
@@ -80,6 +84,7 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
 - sendto is denied an address, by its length.
 - setsockopt is denied SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE and SO_RCVBUFFORCE: no limit counts what they hold.
 - ioctl is denied FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI and TIOCLINUX.
+- madvise is denied MADV_COLD and MADV_PAGEOUT, and preadv2 its flags (RWF_NOWAIT).
 - The other calls are denied for every process but the caller.
 """
 CLONE3 = 435
