@@ -142,8 +142,9 @@ class SpanWriter:
         """Start the thread at the first span: processes without spans may fork."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_thread, name="spans", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run_thread, name="spans", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run_thread(self) -> None:
         warned = False

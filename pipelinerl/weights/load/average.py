@@ -86,9 +86,9 @@ class Average:
             self._blend(theirs, 1.0 - self._decay ** (version - before))
         self._held = sender, version
         if before is None or version // self._every > self._filed // self._every:
-            self._filed = version
-            self._writing = threading.Thread(target=self._write, args=(version,), name="average-file", daemon=True)
-            self._writing.start()
+            writing = threading.Thread(target=self._write, args=(version,), name="average-file", daemon=True)
+            writing.start()
+            self._writing, self._filed = writing, version
         return self.buffer
 
     def _make_room(self, form: str, theirs: torch.Tensor) -> None:

@@ -66,13 +66,15 @@ class LiveCheck:
         return self._comparisons[version].result
 
     def _begin(self, version: int, compare: Callable[[], WeightCheck]) -> None:
+        comparison = LiveComparison()
+        args = (comparison, compare, self._thread)
+        thread = threading.Thread(target=_compare, args=args, name="weight-check", daemon=True)
+        thread.start()  # which may fail: a comparison without a thread would never end
+        self._thread = thread
         self._comparisons.pop(version, None)
-        self._comparisons[version] = comparison = LiveComparison()
+        self._comparisons[version] = comparison
         while len(self._comparisons) > COMPARED:
             del self._comparisons[next(iter(self._comparisons))]
-        args = (comparison, compare, self._thread)
-        self._thread = threading.Thread(target=_compare, args=args, name="weight-check", daemon=True)
-        self._thread.start()
 
 
 def _compare(comparison: LiveComparison, compare: Callable[[], WeightCheck], previous: threading.Thread | None) -> None:

@@ -80,6 +80,7 @@ class Supervision:
         except Exception as error:  # noqa: BLE001 — handed to whoever asks next
             log.error("event=weight_updates_ended error=%s", error)
             self._error = error
+            self.notify()  # now: the end below may fail, too
         finally:
             self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())

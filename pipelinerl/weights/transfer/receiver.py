@@ -216,8 +216,8 @@ class Receiver:
                 self._pullers.append(self._make_puller())
             transfer = Transfer(request, layout, ranges, self._pullers[: len(ranges)], previous)
             transfer.thread = threading.Thread(target=self._run, args=(transfer,), name="weight-receiver", daemon=True)
+            transfer.thread.start()  # which may fail: a transfer without a thread would never end
             self._transfer = transfer
-            transfer.thread.start()
         return transfer
 
     def is_sent(self, version: int, shard: Shard) -> bool | None:
@@ -334,9 +334,14 @@ class Receiver:
             except Exception as error:  # noqa: BLE001 — the thread's boundary: one pull that fails fails the transfer
                 transfer.stop(str(error))
 
-        others = [threading.Thread(target=pull, args=(n,), name="weight-puller") for n in range(1, len(ranges))]
-        for thread in others:
-            thread.start()
+        others: list[threading.Thread] = []
+        try:
+            for number in range(1, len(ranges)):
+                thread = threading.Thread(target=pull, args=(number,), name="weight-puller")
+                thread.start()
+                others.append(thread)
+        except RuntimeError as error:  # at a limit of threads
+            transfer.stop(str(error))
         pull(0)
         for thread in others:
             thread.join()

@@ -144,7 +144,11 @@ class SourceServer:
                 if not self._is_closed:
                     log.exception("event=weight_listener_ended")
                 return
-            threading.Thread(target=self._serve, args=(sock,), name="weight-source", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="weight-source", daemon=True).start()
+            except RuntimeError as error:  # at a limit of threads, the puller tries again
+                log.warning("event=weight_taker_refused error=%s", error)
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

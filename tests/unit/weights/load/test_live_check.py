@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from pipelinerl.weights.load.live_check import LiveCheck
 from pipelinerl.weights.protocol import WeightCheck
 from tests.waiting import wait_until
@@ -65,3 +67,15 @@ def test_error_is_a_fault_and_old_versions_are_forgotten() -> None:
         check.is_live(version, right)
     assert len(check._comparisons) == 32
     assert not result(check, 0, gone).is_checked
+
+
+def test_version_whose_comparison_got_no_thread_is_compared_at_the_next_question(monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    check = LiveCheck()
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            check.result(1, wrong)
+    assert result(check, 1, wrong).differing == ("embed",)

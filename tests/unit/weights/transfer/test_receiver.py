@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -96,3 +97,30 @@ def test_delta_whose_base_the_transfer_before_replaces_meanwhile_is_refused(pair
     end = late.reply(60)
     assert isinstance(end, Failed), end
     assert f"{STALE} base: the delta is against 0" in end.error
+
+
+@pytest.mark.parametrize("thread", ["weight-receiver", "weight-puller", "weight-source"])
+def test_limit_of_threads_fails_one_transfer_and_not_the_next(
+    pair: Pair, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = (
+        PayloadRange(start=start, end=start + SIZE // 2, sources=(pair.source.address,)) for start in (0, SIZE // 2)
+    )
+    request = msgspec.structs.replace(pair.request(1), workers=(tuple(half),), timeout_s=20)
+    pair.registry.put("s/1", NEW)
+    start = threading.Thread.start
+
+    def limited(one: threading.Thread) -> None:
+        if one.name == thread:
+            raise RuntimeError("can't start new thread")
+        start(one)
+
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", limited)
+        try:
+            end = pair.receiver.begin(request).reply(60)
+        except RuntimeError:
+            end = None
+    assert not isinstance(end, Staged)
+    assert isinstance(pair.receiver.begin(request).reply(60), Staged)
+    assert torch.equal(pair.receiver.staged(1)[1], NEW)
