@@ -128,7 +128,6 @@ def vllm_environment(
         given: the process's own. A choice of vLLM's plugins is kept, and ours is added to it.
     """
     env = {
-        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": job.hostname,
         CHILD_VARIABLE: "1",
@@ -182,6 +181,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "enable-prefix-caching": job.kind == "actor_llm" and cfg.vllm_config.prefix_caching != "off",
         "trust-remote-code": cfg.trust_remote_code,
         "disable-log-stats": True,
+        "log-error-stack": True,
         "disable-uvicorn-access-log": True,
         "disable-fastapi-docs": True,
     }

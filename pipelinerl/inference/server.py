@@ -251,7 +251,7 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
 
 
 def _replace_routes(app: Any, router: Any) -> None:
-    """Ours come first: vLLM's development router has a `/weight_info` too."""
+    """Ours come first: vLLM's development router, which a user may turn on, has a `/weight_info` too."""
     theirs = list(app.router.routes)
     app.router.routes.clear()
     app.include_router(router)

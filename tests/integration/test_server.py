@@ -291,8 +291,6 @@ def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_run
         for choice in (during, after):
             assert versions_of(choice) == [version]
             assert error_of(trainer, choice) <= TOLERANCE
-        headers = {"Authorization": f"Bearer {vllm_server.secret}"}
-        assert httpx.get(f"{url}/is_paused", headers=headers, timeout=60).json() == {"is_paused": False}
     finally:
         child.kill()
         child.wait()
@@ -311,6 +309,6 @@ def test_control_routes_need_the_secret(vllm_server: Any) -> None:
         assert client.get("/health").status_code == 200
         assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
         headers = {"Authorization": f"Bearer {vllm_server.secret}"}
-        assert client.post("/pause?mode=keep", headers=headers).status_code == 200
-        assert client.post("/resume", headers=headers).status_code == 200
+        assert client.post("/receive_weight_update", headers=headers).status_code == 422
+        assert client.post("/pause", headers=headers).status_code == 404  # vLLM's development routes are off
     assert vllm_server.secret not in vllm_server.log()

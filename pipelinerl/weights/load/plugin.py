@@ -5,9 +5,12 @@ has experts recorded there, and ties the processes to their parent, so that no e
 Importing it imports neither torch nor vLLM.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
+import warnings
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +33,25 @@ SMALL = 65_536
 """Elements of a weight up to which torch's own product is at least as fast as oneDNN's, at 1 … 256 tokens."""
 
 
+CPU_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""Set by `pipelinerl.inference` for a server on CPU."""
+EXPECTED = {
+    "vllm.config.scheduler": ("Using custom scheduler class",),
+}
+"""Starts of warnings about what we choose, by logger. They say nothing about a server of ours."""
+EXPECTED_ON_CPU = {
+    "vllm.config.vllm": (
+        "Enforce eager set",
+        "TORCH_COMPILE_DISABLE is set",
+        "Inductor compilation was disabled",
+        "Model Runner V2 requires Triton",
+    ),
+    "vllm.engine.arg_utils": ("The global random seed is set",),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    "vllm.v1.worker.cpu_worker": ("%s is not found in LD_PRELOAD",),
+}
+
+
 def register() -> None:
     """Registers the engine once per process, because vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -37,6 +59,7 @@ def register() -> None:
     from pipelinerl.world.process import die_with_parent
 
     if is_on(os.environ, CHILD_VARIABLE):
+        drop_warnings(EXPECTED | (EXPECTED_ON_CPU if CPU_VARIABLE in os.environ else {}))
         multiply_small_layers_plainly()
         if is_on(os.environ, RECORD_VARIABLE):
             record_experts_on_cpu()
@@ -46,6 +69,13 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             ENGINE, "pipelinerl.weights.load.worker", "StagedWeightTransferEngine"
         )
+
+
+def drop_warnings(expected: Mapping[str, tuple[str, ...]]) -> None:
+    """Drops the log records whose unformatted text begins so. ``expected``: starts by logger."""
+    for name, starts in expected.items():
+        logging.getLogger(name).addFilter(lambda record, starts=starts: not str(record.msg).startswith(starts))
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)  # Triton's
 
 
 def multiply_small_layers_plainly() -> None:
