@@ -17,10 +17,14 @@ from pipelinerl.errors import DomainError
 QUESTIONS = ("question", "problem", "prompt", "messages", "task")
 """Usual columns of a question. `task` is the last, because some data sets name the kind of task there."""
 ANSWERS = ("answer", "solution", "completion", "reward_model.ground_truth")
-IMAGES = re.compile(r"(?:decoded_)?(?:image|video|audio)s?(?:_\d+|_(?:url|path)s?)?", re.IGNORECASE)
+IMAGES = re.compile(r"(?:decoded_)?(?:image|img|picture|figure|video|audio)s?(?:_\d+|_(?:url|path)s?)?", re.IGNORECASE)
 """Usual columns of images and sounds. A row with one of them filled is left out, because only text is sent."""
-IMAGE_IN_TEXT = re.compile(r"<image>|!\[[^\]]*\]\((?:https?:|data:)[^)]{,40}")
-"""An image within a text, as LLaVA and verl mark it, or as Markdown does."""
+IMAGE_IN_TEXT = re.compile(
+    r"<image>|\\includegraphics\b"
+    r"|!\[[^\]]*\]\((?:(?:https?:|data:)[^)]{,40}|[^)\s]+\.(?:png|jpe?g|gif|svg|webp)\b)",
+    re.IGNORECASE,
+)
+"""An image within a text, as LLaVA and verl mark it, or as LaTeX and Markdown do. HTML may be what is asked about."""
 IMAGE_PART = re.compile("image|video|audio")
 """Types of the parts of a message that are not text."""
 HAS_IMAGES = "it has images, videos or sounds, and only text is sent"

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipelinerl.config.origin import data_file
-from pipelinerl.domains.columns import ROLES, messages_of_text, refuse_images
+from pipelinerl.domains.columns import ROLES, messages_of_text, refuse_images, refuse_surrogates
 from pipelinerl.domains.datasets import rows_of
 from pipelinerl.domains.rows import RowReport, UnusableRow, is_unusable, usable_problems
 
@@ -142,9 +142,11 @@ def read_conversation(
     given = {name: row[name] for name in COLUMNS if not is_unusable(row.get(name))}
     weight = _weight_of(row, ROW_WEIGHTS, "the row")
     messages, weights = _read_messages(_raw_messages(row, given), has_absent_nulls, is_trained=weight != 0)
+    tools = _read_tools(given, has_absent_nulls)
+    refuse_surrogates("messages", json.dumps([messages, tools], ensure_ascii=False, default=str))
     return Conversation(
         messages=messages,
-        tools=_read_tools(given, has_absent_nulls),
+        tools=tools,
         weight=1.0 if weight is None else weight,
         weights=weights,
         source=source,

@@ -88,6 +88,8 @@ def test_tests_of_verls_coding_rows(tmp_path: Path) -> None:
         ("a \ud83d b", "a text with half a character: column `prompt` holds '\\ud83d'"),
         ("<image>How tall is it?", "has images, videos or sounds"),
         ([user("Area? ![](https://cdn.example.org/a.png)")], "has images, videos or sounds"),
+        ("Area? ![](figures/1.PNG)", "has images, videos or sounds"),
+        (r"\includegraphics{a}", "has images, videos or sounds"),
         ([{"role": "user", "content": "?", "tool_calls": []}], "only role, text and name are read"),
         ([{"role": "assistant", "content": "!"}], "no message before the answer"),
     ],
@@ -136,6 +138,8 @@ def test_dotted_names_go_into_objects_lists_and_json_and_a_whole_name_comes_firs
     [
         ("images", [{"bytes": b"x", "path": None}], True),
         ("image", "figure.png", True),
+        ("img", {"bytes": b"x"}, True),
+        ("figure_path", "1.png", True),
         ("decoded_image", {"bytes": b"x"}, True),
         ("image_2", [1], True),
         ("videos", ["a.mp4"], True),

@@ -96,6 +96,7 @@ def test_row_is_read(row: dict[str, Any], messages: list[dict[str, Any]] | None)
         ({"prompt": "hi", "completion": None}, "no value in `messages`", "completion"),
         ({"messages": "hi"}, "no list of objects", "hi"),
         ({"messages": []}, "no list of objects", "[]"),
+        ({"messages": [ASK, SAY | {"content": "a \ud83d"}]}, "half a character", "'\\ud83d'"),
         ({"messages": ["hi"]}, "no list of objects", "hi"),
         ({"messages": [{"content": "x"}]}, "no role", "message 0"),
         (
