@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -54,6 +55,7 @@ class RecordedAgent:
         self.calls: list[LLMCall] = []
         self._session = session
         self._started = time.monotonic()
+        self.runner: web.AppRunner | None = None
 
     @cached_property
     def http_client(self) -> "DefaultAsyncHttpxClient":
@@ -68,6 +70,21 @@ class RecordedAgent:
     def anthropic_base_url(self) -> str:
         """The URL for Anthropic's clients, which add ``/v1`` themselves."""
         return self.base_url.removesuffix("/v1")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which clients of OpenAI and Anthropic find the endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    async def answer_on(self, listening: socket.socket) -> None:
+        """Also answers on this socket, for example one of another network namespace. Closes it with the endpoint."""
+        assert self.runner, "the endpoint is not open"
+        await web.SockSite(self.runner, listening).start()
 
     @property
     def failure(self) -> BaseException | None:
@@ -154,6 +171,7 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
+        agent.runner = runner
         agent.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         yield agent
     finally:

@@ -201,13 +201,7 @@ def agent_environment(
     """
     wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE, *BYPASS_VARIABLES)
     clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}
-    addresses = {
-        "OPENAI_BASE_URL": recorded.base_url,
-        "OPENAI_API_KEY": recorded.api_key,
-        "ANTHROPIC_BASE_URL": recorded.anthropic_base_url,
-        "ANTHROPIC_API_KEY": recorded.api_key,
-    }
-    environment = clean | addresses | dict(extra)
+    environment = clean | recorded.variables | dict(extra)
     bypass(environment, ours.get(BYPASS_VARIABLES[0], "").split(","))
     return environment
 

@@ -30,7 +30,7 @@ import sys
 import sysconfig
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,8 @@ class Limits:
     """Size of each of the two writable folders. A full one behaves as a full disk."""
     processes: int = 32
     output_kb: int = 1024
+    limit_addresses: bool = True
+    """Whether ``memory_mb`` also limits the address space of a process. Some runtimes reserve more than they use."""
 
 
 TOO_LATE = Outcome(ended="time", exit_code=-9, seconds=0.0, stdout="", stderr="")
@@ -100,15 +102,22 @@ KILLED = Outcome(ended="signal", exit_code=-9, seconds=0.0, stdout="", stderr=""
 class Jail:
     """One jail process. It forks for every run and lives until it is closed.
 
+    Args:
+        mode: one of ``MODES``.
+        workspace: size of its folder (``disk_mb``), and ``port`` of its loopback on which ``listening`` listens, or 0.
+            Whoever answers there closes it. None: the jail's runs are Python programs that share nothing.
+        readable: further files and folders of this machine that its programs may read, at the same paths.
+
     Raises:
         VerifierError: this machine does not allow the mode.
     """
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, workspace: Mapping[str, int] | None = None, readable: Sequence[str] = ()):
         self._control, theirs = socket.socketpair()
-        uid = FIRST_UID + secrets.randbelow(NUM_UIDS)  # of its own, so that jails share no limits
-        readable = sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")})
-        command = [interpreter(), "-E", "-S", "-B", str(INSIDE / "jail.py"), mode, str(uid), *readable]
+        self.uid = FIRST_UID + secrets.randbelow(NUM_UIDS)  # of its own, so that jails share no limits
+        readable = sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib"), *readable})
+        settings = (mode, str(self.uid), json.dumps(workspace), *readable)
+        command = [interpreter(), "-E", "-S", "-B", str(INSIDE / "jail.py"), *settings]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["LD_BIND_NOW"] = "1"  # else every process writes into the call tables of its libraries
@@ -122,10 +131,15 @@ class Jail:
                 start_new_session=True,
             )
         self._control.settimeout(START_S)
+        descriptors: list[int] = []
         try:
-            answer = self._control.recv(4096).decode().strip()
+            received, descriptors, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+            answer = received.decode().strip()
         except TimeoutError:
             answer = f"the jail did not start within {START_S:g} s"
+        except OSError as failure:
+            answer = f"the jail ended: {failure}"
+        self.listening = socket.socket(fileno=descriptors[0]) if descriptors else None
         if answer != "ready":
             self.close()
             raise VerifierError(f"the sandbox did not start: {answer or 'the jail ended'}")
@@ -138,7 +152,11 @@ class Jail:
         """Opens a connection to a new supervisor."""
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+            try:
+                socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+            except OSError:  # the jail has ended
+                ours.close()
+                raise
         ours.setblocking(False)
         return ours
 
@@ -197,14 +215,12 @@ class Sandbox:
                 self._jail, self._end = jail, weakref.finalize(self, jail.close)
             return self._jail
 
-    def _specification(self, code: str, stdin: str, left_s: float) -> bytes:
+    def _specification(self, code: str, stdin: str, left_s: float) -> dict[str, Any]:
         limits = asdict(self.limits) | {"wall_s": min(self.limits.wall_s, left_s)}
         if self.mode == "user":
             limits["processes"] = self._user_processes()
         uid = FIRST_UID + next(self._uids) % NUM_UIDS
-        specification = {"uid": uid, "code": code, "stdin": stdin, "limits": limits}
-        content = marshal.dumps(specification)
-        return struct.pack("<Q", len(content)) + content
+        return {"uid": uid, "code": code, "stdin": stdin.encode("utf-8", "surrogatepass"), "limits": limits}
 
     def _user_processes(self) -> int:
         """Returns the kernel's limit of processes where all programs are one user. It includes supervisor and init."""
@@ -218,21 +234,34 @@ class Sandbox:
         """Makes one run of at most ``left_s`` seconds."""
         if left_s <= 0:
             return TOO_LATE
-        loop, received = asyncio.get_running_loop(), bytearray()
-        with (await self._started()).connect() as connection:
-            try:
-                async with asyncio.timeout(left_s + GRACE_S):
-                    await loop.sock_sendall(connection, self._specification(code, stdin, left_s))
-                    while chunk := await loop.sock_recv(connection, RECEIVE_BYTES):
-                        received += chunk
-            except TimeoutError:
-                return TOO_LATE
-            except ConnectionError as failure:
-                log.warning("event=supervisor_lost error=%s", failure)
-        *lines, _ = received.split(b"\n")  # one when it starts, one when it ends
-        if not lines:
-            raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
-        return as_outcome(json.loads(lines[1])) if len(lines) > 1 else KILLED
+        jail = await self._started()
+        try:
+            report = await supervise(jail, self._specification(code, stdin, left_s), left_s)
+        except TimeoutError:
+            return TOO_LATE
+        return as_outcome(report) if report else KILLED
+
+
+async def supervise(jail: Jail, specification: dict[str, Any], limit_s: float) -> dict[str, Any] | None:
+    """Makes one run and returns its supervisor's report. None: the supervisor was killed during the run.
+
+    Raises:
+        VerifierError: the run did not begin.
+        TimeoutError: no report came within ``limit_s`` + ``GRACE_S``.
+    """
+    loop, received, content = asyncio.get_running_loop(), bytearray(), marshal.dumps(specification)
+    with jail.connect() as connection:
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S):
+                await loop.sock_sendall(connection, struct.pack("<Q", len(content)) + content)
+                while chunk := await loop.sock_recv(connection, RECEIVE_BYTES):
+                    received += chunk
+        except ConnectionError as failure:
+            log.warning("event=supervisor_lost error=%s", failure)
+    *lines, _ = received.split(b"\n")  # one when it starts, one when it ends
+    if not lines:
+        raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
+    return json.loads(lines[1]) if len(lines) > 1 else None
 
 
 def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:

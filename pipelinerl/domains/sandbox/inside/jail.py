@@ -1,8 +1,12 @@
 """The jail: a warm interpreter inside the namespaces that forks a supervisor for every run. Standard library only.
 
-`python -E -S -B jail.py MODE UID READABLE…`, with a socket as standard input. It receives descriptors, each one end of
-a connection over which `supervisor.py` receives a program and reports its run. The jail ends when the socket closes. It
-never holds a program or an input, so no run finds another's in its memory.
+`python -E -S -B jail.py MODE UID WORKSPACE READABLE…`, with a socket as standard input. It receives descriptors, each
+one end of a connection over which `supervisor.py` receives a program and reports its run. The jail ends when the socket
+closes. It never holds a program or an input, so no run finds another's in its memory.
+
+WORKSPACE is null, or the JSON of `{"disk_mb": int, "port": int}` for the jail of one workspace. Its runs share a folder
+in memory, and a network that holds loopback and, if the port is not 0, a socket that listens there. The jail sends that
+socket away: only the process that receives it can answer.
 
 A run costs three forks, each of which copies every page that it writes to. So the jail holds little, and prepares once
 what each fork would prepare: the standard streams, the functions of libc, `LD_BIND_NOW`. `random` and `threading` have
@@ -15,12 +19,13 @@ import contextlib
 import copy  # noqa: F401
 import datetime  # noqa: F401
 import decimal  # noqa: F401
+import fcntl
 import fractions  # noqa: F401
 import functools  # noqa: F401
 import gc
 import heapq  # noqa: F401
 import itertools  # noqa: F401
-import json  # noqa: F401
+import json
 import math  # noqa: F401
 import operator  # noqa: F401
 import os
@@ -29,6 +34,7 @@ import select
 import site
 import socket
 import string  # noqa: F401
+import struct
 import sys
 import typing  # noqa: F401
 
@@ -55,7 +61,7 @@ from kernel import (
     prctl,
     unshare,
 )
-from memory_group import GroupFolder, open_folder
+from memory_group import GroupFolder, open_folder, write_setting
 from syscalls import CallFilter
 
 ROOT = "/sys"
@@ -66,34 +72,46 @@ DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 DEFAULT_SOCKET_BYTES = 320_000
 """Where /proc does not show it: Linux's default of 212,992 bytes, times 1.5."""
 NAMESPACES = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
 def main() -> None:
-    mode, uid, *readable = sys.argv[1:]
+    mode, uid, workspace, *readable = sys.argv[1:]
     control = socket.socket(fileno=0)
     os.umask(0o022)
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     pid, becomes_another = os.getpid(), mode == "user" and os.geteuid() == 0
     groups = None if becomes_another else open_folder()
     try:
-        serve_jailed(control, processes, groups, mode, int(uid), readable)
+        serve_jailed(control, processes, groups, mode, int(uid), json.loads(workspace), readable)
     finally:
         if groups is not None and os.getpid() == pid:
             groups.close()
 
 
 def serve_jailed(
-    control: socket.socket, processes: int, groups: GroupFolder | None, mode: str, uid: int, readable: list[str]
+    control: socket.socket,
+    processes: int,
+    groups: GroupFolder | None,
+    mode: str,
+    uid: int,
+    workspace: dict[str, int] | None,
+    readable: list[str],
 ) -> None:
     """Enters the jail and forks a supervisor for every connection, until the socket closes."""
+    listening = None
     try:
         isolate(mode, uid, readable, processes)
+        if workspace:
+            owner = uid if mode == "root" else os.geteuid()
+            supervisor.mount_memory(supervisor.WORK, workspace["disk_mb"], f"mode=755,uid={owner},gid={owner}")
+            listening = open_network(processes, workspace["port"])
     except OSError as failure:
         control.sendall(f"{failure}\n".encode())
         return
     jail = supervisor.JailSettings(
         processes=processes,
-        calls=CallFilter(),
+        calls=CallFilter(sockets=workspace is not None),
         own_users=mode == "root",
         socket_bytes=socket_bytes(processes),
         groups=groups,
@@ -110,8 +128,25 @@ def serve_jailed(
     gc.collect()
     gc.freeze()
     gc.disable()
-    control.sendall(b"ready\n")
+    socket.send_fds(control, [b"ready\n"], [listening.fileno()] if listening else [])
+    if listening:
+        listening.close()
     serve(control, jail)
+
+
+def open_network(processes: int, port: int) -> socket.socket | None:
+    """Brings loopback up, and returns a socket that listens there on ``port``, if it is not 0."""
+    for name in ("tcp_rmem", "tcp_wmem"):  # no limit would count megabytes in a connection
+        with contextlib.suppress(OSError):
+            write_setting(processes, f"sys/net/ipv4/{name}", f"4096 131072 {DEFAULT_SOCKET_BYTES}")
+    listening = socket.socket()
+    fcntl.ioctl(listening, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    if not port:
+        listening.close()
+        return None
+    listening.bind(("127.0.0.1", port))
+    listening.listen()
+    return listening
 
 
 def socket_bytes(processes: int) -> int:

@@ -30,9 +30,9 @@ def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, 
         os.dup2(descriptor, target)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.chdir(folder)
-    memory, disk = limits["memory_mb"] << 20, limits["disk_mb"] << 20
+    disk = limits["disk_mb"] << 20
     for name, value in (
-        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_AS, limits["memory_mb"] << 20 if limits["limit_addresses"] else resource.RLIM_INFINITY),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
@@ -50,6 +50,17 @@ def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, 
     drop_capabilities()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     calls.apply()
+
+
+def execute_command(command: Sequence[str], environment: dict[str, str]) -> None:
+    """Turns this process into the command, as a shell does. A command that does not exist has status 127."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an interpreter ignores it
+    os.set_inheritable(0, True)  # dup2 keeps the flag of a descriptor that already is 0
+    try:
+        os.execvpe(command[0], command, {**os.environ, **environment})
+    except OSError as failure:
+        os.write(2, f"{command[0]}: {failure.strerror}\n".encode(errors="replace"))
+    os._exit(127)
 
 
 def execute(code: str) -> None:

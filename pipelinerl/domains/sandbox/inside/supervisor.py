@@ -6,6 +6,8 @@ is a fork of the jail with namespaces for mounts, processes and network. When th
 
 The connection brings the program, one input and the limits. Back go a JSON line when the program starts, and one with
 its outcome. The supervisor ends then, or when the other side closes the connection.
+
+In a workspace, the program is a command. It runs in the jail's folder and network, which the workspace's runs share.
 """
 
 import base64
@@ -120,25 +122,32 @@ def send(connection: socket.socket, message: dict) -> None:
 def enter_namespaces(specification: dict, jail: JailSettings) -> None:
     """Gives the program fresh folders in memory, a network without devices, and a PID namespace.
 
-    Without a user of its own, it also gets a user namespace, in which the kernel counts only its processes.
+    Without a user of its own, it also gets a user namespace, in which the kernel counts only its processes. A command
+    gets a fresh /tmp only.
     """
-    namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET
+    is_command = "command" in specification
+    namespaces = CLONE_NEWNS | CLONE_NEWPID | (0 if is_command else CLONE_NEWNET)
     if jail.own_users:
         unshare(namespaces)
     else:
         uid, gid = os.geteuid(), os.getegid()
         unshare(namespaces | CLONE_NEWUSER)
         map_own_user(jail.processes, uid, gid)
-    options = f"size={specification['limits']['disk_mb']}m,nr_inodes={MAX_FILES},mode=1777"
-    for folder in WRITABLE:
-        mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for folder in WRITABLE[:1] if is_command else WRITABLE:
+        mount_memory(folder, specification["limits"]["disk_mb"], "mode=1777")
+    if is_command:
+        return
     file = os.open(f"{WORK}/{program.FILE}", os.O_WRONLY | os.O_CREAT, 0o644)
-    write(file, specification["code"])
+    write(file, specification["code"].encode("utf-8", "surrogatepass"))
     os.close(file)
 
 
-def write(descriptor: int, text: str) -> None:
-    left = memoryview(text.encode("utf-8", "surrogatepass"))
+def mount_memory(folder: str, size_mb: int, options: str) -> None:
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mb}m,nr_inodes={MAX_FILES},{options}")
+
+
+def write(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
@@ -188,6 +197,8 @@ class Run:
                 self._group.enter()
             uid = self._specification["uid"] if self._jail.own_users else None
             program.become((inbox, their_out, their_err), self._limits, uid, WORK, self._jail.calls)
+            if "command" in self._specification:
+                program.execute_command(self._specification["command"], self._specification["environment"])
             program.execute(self._specification["code"])
         for descriptor in (inbox, their_out, their_err):
             os.close(descriptor)

@@ -3,7 +3,8 @@
 Denied are sockets with an address, tracing, mounts, namespaces, memory that no limit counts (``vmsplice`` keeps two
 megabytes with every page that it gives to a pipe), calls that name another process, locks and watches on shared files,
 calls that drop pages of shared files from memory or ask which are there, and kernel interfaces that no program needs.
-``socketpair`` is allowed, with buffers of the kernel's default size.
+``socketpair`` is allowed, with buffers of the kernel's default size. In a workspace, whose network is its own, so are the
+streams of ``SOCKETS``.
 """
 
 import ctypes
@@ -39,6 +40,8 @@ DENIED = {
     "cachestat": (451, 451),
 }  # fmt: skip
 """Denied calls, with their numbers on x86_64 and aarch64."""
+SOCKETS = ("socket", "bind", "connect", "listen", "accept", "accept4")
+"""Calls of a workspace. Descriptors and datagrams with an address stay denied: no limit counts what waits in them."""
 NAMESPACE_FLAGS = 0x7E020000
 ANY = None
 WHOLE = 0xFFFFFFFF
@@ -87,6 +90,8 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
 - madvise is denied MADV_COLD and MADV_PAGEOUT, and preadv2 its flags (RWF_NOWAIT).
 - The other calls are denied for every process but the caller.
 """
+FAMILIES: tuple[tuple[int, int], list[list[ArgumentTest]]] = (DENIED["socket"], [[(0, ~3 & WHOLE, ANY)], [(0, 3, 3)]])
+"""The families of a workspace's sockets: AF_UNIX is 1, AF_INET is 2."""
 CLONE3 = 435
 """The filter cannot read the flags of this call, because they lie in memory. So it fails with ENOSYS, as on older
 kernels, and libc uses ``clone`` instead."""
@@ -95,11 +100,13 @@ ALLOW, KILL, DENY, MISSING = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0
 X32_BIT = 0x40000000
 
 
-def filter_program(machine: str) -> list[Instruction]:
+def filter_program(machine: str, *, sockets: bool = False) -> list[Instruction]:
     """Returns the BPF program for ``x86_64`` or ``aarch64``. It allows every call that is not denied.
 
-    A call of another architecture or of the x32 ABI kills the process.
+    A call of another architecture or of the x32 ABI kills the process. ``sockets``: for a workspace.
     """
+    denied = [numbers for name, numbers in DENIED.items() if not (sockets and name in SOCKETS)]
+    conditional = [*CONDITIONAL.values(), *([FAMILIES] if sockets else [])]
     column = COLUMN[machine]
     program = [
         (LOAD, 0, 0, 4),
@@ -111,9 +118,9 @@ def filter_program(machine: str) -> list[Instruction]:
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, MISSING),
     ]
-    for numbers in DENIED.values():
+    for numbers in denied:
         program += [(JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, DENY)]
-    for numbers, rules in CONDITIONAL.values():
+    for numbers, rules in conditional:
         block = [instruction for tests in rules for instruction in denied_when(tests)] + [(RETURN, 0, 0, ALLOW)]
         program += [(JUMP_EQUAL, 0, len(block), numbers[column]), *block]
     return [*program, (RETURN, 0, 0, ALLOW)]
@@ -134,8 +141,8 @@ def denied_when(tests: list[ArgumentTest]) -> list[Instruction]:
 class CallFilter:
     """The compiled filter for this machine. Any number of processes can apply it."""
 
-    def __init__(self) -> None:
-        program = filter_program(os.uname().machine)
+    def __init__(self, *, sockets: bool = False) -> None:
+        program = filter_program(os.uname().machine, sockets=sockets)
         code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
         self._code = ctypes.create_string_buffer(code)
         self._header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code))
