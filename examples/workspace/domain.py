@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.sandbox import Limits
 from pipelinerl.domains.workspace import (
-    Check,
+    HiddenTest,
     JailWorkspace,
     Workspace,
     count_passed,
@@ -48,10 +48,10 @@ async def generate_rollout(
 ) -> RolloutResult:
     """The reward is 1 if the hidden test passes in a copy of the workspace, else 0."""
     name = problem["repository"]
-    check = Check(stdin=content(f"hidden/{name}.py").decode(), prints="\n".join(TASKS[name]["prints"]))
+    test = HiddenTest(stdin=content(f"hidden/{name}.py").decode(), prints="\n".join(TASKS[name]["prints"]))
 
     async def judge(copy: Workspace | None) -> tuple[float, bool]:
-        mended = copy is not None and await count_passed(copy, [check]) == 1
+        mended = copy is not None and await count_passed(copy, [test]) == 1
         return float(mended), mended
 
     return await run_agent_in_workspace(

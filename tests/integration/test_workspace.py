@@ -16,7 +16,7 @@ import pytest
 
 from pipelinerl.agents import record_agent
 from pipelinerl.domains.sandbox import runner
-from pipelinerl.domains.workspace import LIMITS, Check, JailWorkspace, NotCopied, count_passed, jailed, pack_folder
+from pipelinerl.domains.workspace import LIMITS, HiddenTest, JailWorkspace, NotCopied, count_passed, jailed, pack_folder
 from pipelinerl.domains.workspace.rollout import run_agent_in_workspace
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import FakeLLM
@@ -259,11 +259,11 @@ def test_killed_worker_leaves_neither_process_nor_file(tmp_path):
         ("while True: pass", 0),
     ],
 )
-async def test_check_is_passed_by_its_whole_output(tmp_path, left, passed):
+async def test_hidden_test_is_passed_by_its_whole_output(tmp_path, left, passed):
     (tmp_path / "mine.py").write_text(left)
-    check = Check(stdin="from mine import double\nprint(double(21))\nprint('end', double(1))", prints="42\nend 2")
+    test = HiddenTest(stdin="from mine import double\nprint(double(21))\nprint('end', double(1))", prints="42\nend 2")
     async with await JailWorkspace.make(pack_folder(tmp_path), limits=replace(SMALL, cpu_s=2)) as copy:
-        assert await count_passed(copy, [check]) == passed
+        assert await count_passed(copy, [test]) == passed
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ implements (``JailWorkspace``). A folder without a jail is no workspace.
 
 from pipelinerl.domains.workspace.base import LIMITS, NotCopied, Workspace, pack_folder
 from pipelinerl.domains.workspace.jailed import JailWorkspace
-from pipelinerl.domains.workspace.rollout import Check, count_passed, run_agent_in_workspace
+from pipelinerl.domains.workspace.rollout import HiddenTest, count_passed, run_agent_in_workspace
 
 __all__ = [
     "LIMITS",
-    "Check",
+    "HiddenTest",
     "JailWorkspace",
     "NotCopied",
     "Workspace",

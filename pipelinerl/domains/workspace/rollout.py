@@ -18,15 +18,15 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
 SIGNAL_RUNS = 3
-"""Runs of a check that a signal ends. Code that kills itself does it each time, the machine hardly does."""
+"""Runs of a test that a signal ends. Code that kills itself does it each time, the machine hardly does."""
 
 JudgeWorkspace = Callable[[Workspace | None], Awaitable[tuple[float, bool]]]
 """Copy of what the agent left → (reward, success). None: it left more than the limits allow to copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """A hidden test: a program, by default in Python, and all that it must print. Both are kept outside.
+class HiddenTest:
+    """A program, by default in Python, and all that it must print. Both are kept outside.
 
     It compares output, not the exit code, because the code under test can end its process with any.
     """
@@ -36,15 +36,15 @@ class Check:
     command: Sequence[str] = ("python3", "-")
 
 
-async def count_passed(copy: Workspace, checks: Sequence[Check]) -> int:
-    """Returns how many checks pass in ``copy``. Trailing white space of the output does not count."""
+async def count_passed(copy: Workspace, tests: Sequence[HiddenTest]) -> int:
+    """Returns how many tests pass in ``copy``. Trailing white space of the output does not count."""
     passed = 0
-    for check in checks:
+    for test in tests:
         for _ in range(SIGNAL_RUNS):
-            outcome = await copy.run(check.command, stdin=check.stdin)
+            outcome = await copy.run(test.command, stdin=test.stdin)
             if outcome.ended != "signal":
                 break
-        passed += (outcome.ended, outcome.stdout.rstrip()) == ("exited", check.prints.rstrip())
+        passed += (outcome.ended, outcome.stdout.rstrip()) == ("exited", test.prints.rstrip())
     return passed
 
 
