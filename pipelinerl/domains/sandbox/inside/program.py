@@ -52,7 +52,7 @@ def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, 
     calls.apply()
 
 
-def execute_command(command: Sequence[str], environment: dict[str, str]) -> None:
+def execute_command(command: list[str], environment: dict[str, str]) -> None:
     """Turns this process into the command, as a shell does. A command that does not exist has status 127."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an interpreter ignores it
     os.set_inheritable(0, True)  # dup2 keeps the flag of a descriptor that already is 0

@@ -3,8 +3,8 @@
 Denied are sockets with an address, tracing, mounts, namespaces, memory that no limit counts (``vmsplice`` keeps two
 megabytes with every page that it gives to a pipe), calls that name another process, locks and watches on shared files,
 calls that drop pages of shared files from memory or ask which are there, and kernel interfaces that no program needs.
-``socketpair`` is allowed, with buffers of the kernel's default size. In a workspace, whose network is its own, so are the
-streams of ``SOCKETS``.
+``socketpair`` is allowed, with buffers of the kernel's default size. In a workspace, whose network is its own, so are
+the streams of ``SOCKETS``.
 """
 
 import ctypes
