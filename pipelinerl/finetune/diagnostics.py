@@ -44,6 +44,7 @@ class StepSums(NamedTuple):
     entropy: Tensor
     kl: Tensor
     teacher_kl: Tensor
+    teacher_gap: Tensor
     taught: Tensor
     value_loss: Tensor
     sequences: Tensor
@@ -102,8 +103,9 @@ class StepDiagnostics:
         self._sequence_log_ratios.append(torch.where(trained_S, sums_S, -torch.inf))
         self._count_lags(lags)
         lag_K = lags.lag_K.double()
-        kl, teacher_K = inputs.ref_logprobs_K, inputs.teacher_logprobs_K
         zero = log_ratio_K.new_zeros(())
+        kl, teacher_K = inputs.ref_logprobs_K, inputs.teacher_logprobs_K
+        teacher_gap_K = zero if teacher_K is None else logprobs_K.double() - teacher_K.double()
         older_S = segment_sum((lags.lag_K > 0).double(), inputs)
         fresh_K = (older_S == 0)[inputs.segments_K]
         loss, tokens = policy_term(logprobs_K, inputs, settings, entropy_K)
@@ -124,7 +126,8 @@ class StepDiagnostics:
                 clipped_fresh=clipped_fresh,
                 entropy=entropy_K.double().sum(),
                 kl=zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
-                teacher_kl=zero if teacher_K is None else (logprobs_K.double() - teacher_K.double()).sum(),
+                teacher_kl=teacher_gap_K.sum(),
+                teacher_gap=teacher_gap_K.abs().sum(),
                 taught=torch.full_like(zero, 0 if teacher_K is None else logprobs_K.shape[0]),
                 value_loss=output.value_loss.double(),
                 sequences=trained_S.sum().double(),
@@ -210,9 +213,16 @@ def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
             TrainerMetric.LAG_QUEUED_MEAN: (totals["lag"] - totals["in_flight_lag"]) / tokens,
         }
         | {name: totals[name] / tokens for name in LAG_COUNTS}
-        | ({TrainerMetric.KL_TEACHER: totals["teacher_kl"] / totals["taught"]} if totals["taught"] else {})
+        | _teacher_metrics(totals)
         | _imitation_metrics(totals)
     )
+
+
+def _teacher_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
+    if not totals["taught"]:
+        return {}
+    kl, gap = totals["teacher_kl"] / totals["taught"], totals["teacher_gap"] / totals["taught"]
+    return {TrainerMetric.KL_TEACHER: kl, TrainerMetric.TEACHER_GAP: gap}
 
 
 def _imitation_metrics(totals: dict[str, float]) -> dict[MetricName, float]:

@@ -89,6 +89,8 @@ class Outputs:
         }
         if stats.version >= 0:  # some server has had weights
             metrics[TrainerMetric.LIVE_VERSION] = float(stats.version)
+        if stats.noise is not None and TrainerMetric.TEACHER_GAP in metrics:
+            metrics[TrainerMetric.TEACHER_NOISE] = stats.noise
         samples, step = counters.samples_processed, counters.step
         self._topic.write(
             SamplesProcessed(samples_processed=samples, step=step, metrics=as_texts(metrics), timestamp=time.time())

@@ -242,6 +242,13 @@ class TrainerMetric(Metric):
     ENTROPY_BONUS = "entropy_bonus", "", "weight of the entropy bonus in this step"
     KL_REF = "kl_ref", "nats", "KL to the reference model, mean over tokens (§3)"
     KL_TEACHER = "kl_teacher", "nats", "log π − log π_T, mean over tokens: KL to the teacher, if there is one (§3)"
+    TEACHER_GAP = "teacher_gap", "nats", "mean size of log π − log π_T over tokens: what the teacher teaches, and noise"
+    TEACHER_NOISE = (
+        "teacher_noise",
+        "nats",
+        "the part of `teacher_gap` that a teacher with the policy's own weights would have: mean size of the "
+        "difference between server and trainer over the newest weight probes (§3)",
+    )
     KL_COEF = "kl_coef", "", "weight of the KL term in this step"
     ESS = "ess", "share", "effective sample size over tokens, (Σρ)² / (N Σρ²); 1 on policy"
     ESS_SEQUENCE = "ess_sequence", "share", "the same over sequences, where ρ is the product over the tokens"

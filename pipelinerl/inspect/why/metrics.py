@@ -321,6 +321,23 @@ def low_ess(run: Evidence) -> Iterable[Finding]:
         yield Finding(Level.SYMPTOM, "low effective sample size", text, younger(run.cfg), step=seen.since)
 
 
+def teacher_in_noise(run: Evidence) -> Iterable[Finding]:
+    """The teacher differs from the policy by less than the same weights do in trainer and server."""
+    steps, gaps, noises = run.series.of(TrainerMetric.TEACHER_GAP, TrainerMetric.TEACHER_NOISE, fewest=WINDOW)
+    # gap² = signal² + noise² for independent normal ones
+    if seen := beyond(steps, [2**0.5 * noise - gap for gap, noise in zip(gaps, noises, strict=True)], 0.0):
+        gap, noise = statistics.fmean(gaps[-WINDOW:]), statistics.fmean(noises[-WINDOW:])
+        text = (
+            f"the teacher's log-probabilities differ from the policy's by {gap:.2g} nats per token, and a server with "
+            f"the policy's own weights would differ by {noise:.2g}: most of what is taught is rounding"
+        )
+        fix = (
+            "The policy has become its teacher: stop, or learn from rewards. Or the two began as one: raise the dtype "
+            "of vllm_config.vllm_kwargs and finetune, keep fp32_lm_head, or take a teacher that differs more"
+        )
+        yield Finding(Level.STEP, "teacher within noise", text, fix, step=seen.since)
+
+
 def flat_evaluation(run: Evidence) -> Iterable[Finding]:
     """By its evaluations the run learned nothing, or lost more than their intervals allow."""
     done = evaluated(run)
@@ -402,6 +419,7 @@ METRICS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
     clipping,
     mismatch,
     low_ess,
+    teacher_in_noise,
     flat_evaluation,
     rising_entropy,
     groups_without_signal,

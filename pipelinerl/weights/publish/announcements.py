@@ -28,6 +28,8 @@ class PushStats:
     """Time from the update's start until the slowest of them served it."""
     failed_groups: Mapping[str, int] = field(default_factory=dict)
     """NCCL groups that failed, by the interface through which their bytes came over TCP instead."""
+    noise: float | None = None
+    """Nats: `WeightChecker.noise`. None: no server is probed."""
 
 
 class Announcements:

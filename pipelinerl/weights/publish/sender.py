@@ -109,7 +109,8 @@ class WeightSender:
     @property
     def stats(self) -> PushStats:
         """The live version and the cost of its update."""
-        return replace(self._announcements.stats, failed_groups=self._delivery.failed_groups)
+        noise = None if self._checker is None else self._checker.noise
+        return replace(self._announcements.stats, failed_groups=self._delivery.failed_groups, noise=noise)
 
     @property
     def is_busy(self) -> bool:

@@ -63,6 +63,11 @@ def statistic(differences: np.ndarray, noise: float) -> float:
     return float(np.sqrt(np.mean(np.square(np.clip(differences, -bound, bound)))))
 
 
+def mean_difference(baseline: Baseline) -> float:
+    """Mean |server − trainer| in nats over the probe's tokens, each under the newest version that passed on it."""
+    return float(np.mean(np.abs(baseline.server - baseline.trainer)))
+
+
 def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tuple[Baseline, LogprobVerdict]:
     """Returns the baseline of a server whose weights equal the trainer's, and the verdict on its noise.
 

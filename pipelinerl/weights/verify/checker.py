@@ -21,7 +21,7 @@ import numpy as np
 
 from pipelinerl.errors import TransportError, WeightUpdateError
 from pipelinerl.records import CalibrationExceeded, ProbeMissed
-from pipelinerl.weights.verify.calibration import Baseline, LogprobVerdict, calibrate, check_version
+from pipelinerl.weights.verify.calibration import Baseline, LogprobVerdict, calibrate, check_version, mean_difference
 from pipelinerl.weights.verify.probe import FIRST_TIMEOUT_S, ProbeClient, ProbeText, first_tokens
 from pipelinerl.weights.verify.scores import read_scores, read_version, sample_request, score_request
 from pipelinerl.world import Job
@@ -216,6 +216,12 @@ class WeightChecker:
     def verified(self) -> dict[str, int]:
         """Newest version of each server whose probe is over, -1 = none."""
         return {name: state.verified for name, state in tuple(self._states.items())}
+
+    @property
+    def noise(self) -> float | None:
+        """`calibration.mean_difference`, mean over the servers. None: no log-probabilities have passed yet."""
+        baselines = [state.baseline for state in tuple(self._states.values()) if state.baseline is not None]
+        return float(np.mean([mean_difference(one) for one in baselines])) if baselines else None
 
     def wants_scores(self, *, is_idle: bool) -> bool:
         """Whether the trainer should score the next version: a server is unverified, or a comparison is due."""

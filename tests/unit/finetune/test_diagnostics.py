@@ -18,7 +18,12 @@ LAGS, IN_FLIGHT = [0, 1, 3, 2], [0, 0, 1, 0]
 
 
 def one_step(
-    ratios: list[float], segments: list[int], lags: list[int], in_flight: list[int], entropy: list[float] | None = None
+    ratios: list[float],
+    segments: list[int],
+    lags: list[int],
+    in_flight: list[int],
+    entropy: list[float] | None = None,
+    teacher_logprobs_K: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """The metrics of a step of one micro-batch."""
     count = len(ratios)
@@ -30,6 +35,7 @@ def one_step(
         weights_K=torch.ones(count),
         segments_K=torch.tensor(segments),
         num_segments=num_segments,
+        teacher_logprobs_K=teacher_logprobs_K,
     )
     batch = SimpleNamespace(
         inputs=inputs,
@@ -74,6 +80,15 @@ def test_divergences(metrics: dict[str, float]) -> None:
     assert metrics["logratio_abs_mean"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-5)
     assert metrics["logratio_abs_max"] == pytest.approx(math.log(10), rel=1e-5)
     assert metrics["clip_fraction"] == 0.25
+
+
+def test_teacher_of_whom_half_says_more_and_half_less_has_a_gap_and_no_divergence(metrics: dict[str, float]) -> None:
+    """The policy's are −2 in four tokens; the teacher's −1.5, −2.25, −2.5, −1.75."""
+    teacher = torch.tensor([-1.5, -2.25, -2.5, -1.75])
+    taught = one_step([1.0] * 4, SEGMENTS, LAGS, IN_FLIGHT, teacher_logprobs_K=teacher)
+    assert (taught["kl_teacher"], taught["teacher_gap"]) == (0.0, 0.375)
+    assert undeclared("finetune", taught) == []
+    assert not {"kl_teacher", "teacher_gap"} & metrics.keys()
 
 
 def test_lag_is_the_sum_of_lag_in_flight_and_lag_in_the_queue(metrics: dict[str, float]) -> None:

@@ -258,6 +258,16 @@ def test_low_effective_sample_size_names_what_is_not_set_already() -> None:
     assert found(finetune=points(ess=[0.0] * N)) == [], "nothing was sampled"
 
 
+def test_teacher_whose_signal_is_below_the_noise_of_both_ends() -> None:
+    """A gap of 0.05 has 0.04 of signal beside 0.03 of noise, and 0.03 beside 0.04."""
+    curves = {"teacher_gap": [0.5] * 20 + [0.05] * 20, "teacher_noise": [0.03] * N}
+    assert found(finetune=points(**curves)) == []
+    (alarm,) = found(finetune=points(**curves | {"teacher_noise": [0.04] * N}))
+    assert (alarm.title, alarm.step) == ("teacher within noise", 20)
+    assert "differ from the policy's by 0.05 nats per token" in alarm.evidence
+    assert "would differ by 0.04" in alarm.evidence
+
+
 def test_rising_entropy_beyond_its_noise_without_success() -> None:
     noisy = [1.0 + (0.1 if place % 2 else 0.0) for place in range(N)]
     rising = [value + 0.5 * place / N for place, value in enumerate(noisy)]

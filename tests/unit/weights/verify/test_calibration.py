@@ -7,6 +7,7 @@ from pipelinerl.weights.verify.calibration import (
     Baseline,
     calibrate,
     check_version,
+    mean_difference,
     statistic,
 )
 
@@ -29,6 +30,19 @@ def test_calibration_takes_the_spread_as_noise_and_refuses_one_beyond_the_tolera
     _, verdict = calibrate(15 * offset - 1.0, np.full(100, -1.0), tolerance=0.2)
     assert "model's file" in verdict.fault
     assert (verdict.difference, verdict.limit) == (pytest.approx(0.3), 0.2)
+
+
+def test_mean_difference_is_that_of_each_tokens_newest_version() -> None:
+    """−0.02 and 0.04 nats at first: 0.03. Then the second token alone is scored, and differs by 0.06: 0.04."""
+    trainer = np.array([-1.0, -1.0])
+    baseline, _ = calibrate(np.array([-1.02, -0.96]), trainer, tolerance=0.2)
+    assert mean_difference(baseline) == pytest.approx(0.03)
+    later, verdict = check_version(baseline, np.array([9.0, -1.06]), trainer, np.array([False, True]))
+    assert verdict.fault
+    assert mean_difference(later) == pytest.approx(0.03)
+    later, verdict = check_version(baseline, np.array([9.0, -0.94]), trainer, np.array([False, True]))
+    assert not verdict.fault
+    assert mean_difference(later) == pytest.approx(0.04)
 
 
 def test_float32_servers_have_the_noise_floor() -> None:

@@ -118,6 +118,20 @@ class Harness:
         self.server.http.server_close()
 
 
+def test_noise_is_the_mean_difference_of_the_newest_version_that_passed(harness: Harness) -> None:
+    """Normal noise of deviation σ has the mean size √(2/π) σ; 196 tokens know it within 5.4 %, so 4 deviations."""
+    assert harness.checker.noise is None
+    harness.calibrate()
+    assert harness.checker.noise == pytest.approx((2 / np.pi) ** 0.5 * NOISE, rel=0.22)
+    before = harness.checker.noise
+    harness.push(0)
+    assert harness.checker.noise != before, "drawn anew"
+    known = harness.checker.noise
+    harness.server.moved = 1.0
+    harness.push(1)
+    assert (len(harness.misses), harness.checker.noise) == (1, known), "a missed version is no measure"
+
+
 @pytest.fixture
 def harness() -> Iterator[Harness]:
     with contextlib.closing(Harness()) as harness:
