@@ -19,6 +19,7 @@ import torch
 from pipelinerl.__main__ import COMMANDS
 from pipelinerl.config.backends import STREAM_BACKENDS
 from pipelinerl.config.engine import EngineTraits, traits_of
+from pipelinerl.config.keys import declared
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -198,7 +199,7 @@ def test_arguments_of_public_functions_are_explained() -> None:
     assert [one for one in wrong if one[1] != "generate"] == []
 
 
-NAMES = ("installing", "run-folder", "domains", "objectives", "testing", "migrating", "verification")
+NAMES = ("faq", "installing", "run-folder", "domains", "objectives", "testing", "migrating", "verification")
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *(DOCS / f"{name}.md" for name in NAMES), *GUIDES]
 """Pages whose commands are for one machine. Those of docs/cluster.md need several."""
@@ -236,6 +237,31 @@ def test_commands_of_the_pages_exist(page: Path) -> None:
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = [word for words in commands(page, "make ") for word in words[1:] if "=" not in word and word.isidentifier()]
     assert [name for name in named if name not in targets] == []
+
+
+def test_commands_keys_and_names_of_the_questions_exist() -> None:
+    """A name with a dot or a value is a key. Any other word in code also stands in code on another page."""
+    page = DOCS / "faq.md"
+    others = " ".join(code for path in DOCS.rglob("*.md") if path != page for code in spans(path))
+    keys = {key.name for key in declared(Config)}
+    wrong = []
+    for code in spans(page):
+        if code.startswith("pipelinerl "):
+            wrong += [code] if code.split()[1] not in COMMANDS else []
+            continue
+        for word in code.split():
+            name = word.partition("=")[0]
+            is_key = re.fullmatch(r"[a-z][\w.-]+=.+|[a-z_]+(\.[a-z_-]+)+:?", word)
+            if is_key and not name.endswith((".jsonl", ".score")):
+                above = name.rstrip(":").rpartition(".")[0]
+                wrong += [] if {name.rstrip(":"), above} & keys else [word]
+            elif not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", others):
+                wrong.append(word)
+    assert wrong == []
+
+
+def spans(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
 
 
 def test_files_and_modules_of_the_page_for_agents_exist() -> None:
