@@ -10,7 +10,7 @@ PACKAGES := pipelinerl conf tests benchmarks assets tools examples
 # Else every process that a test starts would compile torch and vLLM, which takes longer than it runs for.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart smollm2 test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock
+.PHONY: install quickstart smollm2 test test-fast test-slow test-newest test-mutation test-gpu test-gpu-build clients gpu-check check types style advice format docs redis browser clean lock
 
 # Asked every time: it does nothing where .venv is what is asked for.
 install:
@@ -46,6 +46,10 @@ test-fast: install
 
 test-slow: install redis
 	$(PYTEST) -m slow -p tests.slow_results
+
+# The newest versions of all libraries that the pinned vLLM allows. TESTS="tests/numerics" runs those alone.
+test-newest: install
+	$(PY) -m tools.newest $(TESTS)
 
 # Hours. MODULES="packing head" runs the mutants of those modules alone.
 test-mutation: EXTRAS := $(EXTRAS),mutation

@@ -1,4 +1,4 @@
-"""Environment servers of OpenEnv (``openenv-core``), the run's own or others, over their web socket.
+"""Environment servers of OpenEnv (package ``openenv``), the run's own or others, over their web socket.
 
 Every rollout has a session of its own at one server. An action that the server finds invalid ends the episode. Any
 other error counts as a failure of the server, without a reward.
