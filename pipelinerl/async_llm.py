@@ -187,7 +187,12 @@ _DIRECT = DirectTransport()
 
 def is_retryable(error: TransportError) -> bool:
     """Whether a repetition can help. It cannot if the server refused a valid request."""
-    return not isinstance(error, ServerError) or error.status >= 500 or error.status in (408, 429)
+    return not isinstance(error, ServerError) or may_succeed(error.status)
+
+
+def may_succeed(status: int) -> bool:
+    """Whether a request that got this HTTP status may get another one when it is repeated."""
+    return status >= 500 or status in (408, 429)
 
 
 def backoff_s(repetition: int, base_s: float) -> float:

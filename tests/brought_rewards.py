@@ -4,6 +4,8 @@ import asyncio
 import re
 from typing import Any
 
+import numpy as np
+
 CLIP_CHARS = 300
 
 
@@ -39,6 +41,15 @@ def seen_by_verl(data_source, solution_str, ground_truth, extra_info):
 async def asked_elsewhere(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, Any]:
     await asyncio.sleep(0)
     return {"score": int(ground_truth in solution_str), "acc": True}
+
+
+def prime_score(model_output: str, ground_truth: str):
+    """As `verl.utils.reward_score.prime_math.compute_score`: another name for the answer, and a tuple."""
+    return ground_truth in model_output, True, ground_truth
+
+
+def numpy_score(solution_str):
+    return {"score": np.float32(0.5), "acc": np.float32(0.25), "tokens": np.int64(3)}
 
 
 def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
@@ -86,6 +97,24 @@ async def never_ends(completions, **kwargs):
     await asyncio.Event().wait()
 
 
+class BusyError(Exception):
+    """As of a service's client."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status_code = status
+
+
+FAILURES: list[Exception] = []
+"""What the next calls of ``asks_service`` raise. The test sets it."""
+
+
+async def asks_service(completions, **kwargs):
+    if FAILURES:
+        raise FAILURES.pop(0)
+    return [0.5 for _ in completions]
+
+
 class Longer:
     """An instance as a function, as `trl.rewards.get_cosine_scaled_reward` returns one."""
 
@@ -105,6 +134,10 @@ def anything(**kwargs):
 
 def of_both(solution_str, completions):
     return 0.0
+
+
+def ends_the_process(completions, **kwargs):
+    raise SystemExit("no key")
 
 
 def raises(completions, **kwargs):

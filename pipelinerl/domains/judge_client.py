@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.async_llm import may_succeed
 from pipelinerl.config.environment import JUDGE_KEY_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import parse_container
 from pipelinerl.config.names import with_one_name
@@ -48,8 +49,6 @@ SERVED_NAME = "reference"
 """Model name at the run's own servers, except the policy's."""
 MISCONFIGURED = (401, 403, 404)
 """Statuses for a wrong address, model or key: a repetition cannot help."""
-WORTH_REPEATING = (408, 429)
-"""Statuses below 500 for which a repetition can help."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """Delays double from the first to the longest, after which a server that is back is found."""
 DEFAULT_PATIENCE_S = 30.0
@@ -321,7 +320,7 @@ class JudgeClient:
                 if answer.status in MISCONFIGURED:
                     where = f"`judges.url`, `judges.model_path`, {JUDGE_KEY_VARIABLE}"
                     raise DomainError(f"judge {self._judge.name}: {said}: look at {where}")
-                if answer.status < 500 and answer.status not in WORTH_REPEATING:
+                if not may_succeed(answer.status):
                     raise _RefusedError(f"judge {self._judge.name}: {said}")
             except TimeoutError as error:
                 raise VerifierError(

@@ -6,6 +6,7 @@ A function is called by the names of its parameters, with those that it has.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 from pipelinerl.domains.columns import Messages
@@ -19,8 +20,10 @@ FORMS: dict[Form, str] = {
     "verl": "compute_score(data_source, solution_str, ground_truth, extra_info) -> float",
     "trl": "reward_func(prompts, completions, **columns) -> list[float]",
 }
+ANSWER_NAMES = ("solution_str", "predict_str", "model_output")
+"""The parameter for the answer in functions that come with verl."""
 TELLING: dict[Form, frozenset[str]] = {
-    "verl": frozenset({"solution_str"}),
+    "verl": frozenset(ANSWER_NAMES),
     "trl": frozenset({"completions", "completion_ids"}),
 }
 """Parameters that a function of one form has and none of the other."""
@@ -60,6 +63,8 @@ def form_of(dotted: str, function: Callable[..., Any], kind: str) -> Form:
     """
     if kind != "auto":
         return "verl" if kind == "verl" else "trl"
+    if inspect.isclass(function):
+        raise DomainError(f"`reward_function` is {dotted}, a class: name an instance of it")
     names = parameters_of(function).keys()
     found = [form for form, telling in TELLING.items() if telling & names]
     if len(found) == 1:
@@ -73,14 +78,14 @@ def form_of(dotted: str, function: Callable[..., Any], kind: str) -> Form:
 
 def arguments(dotted: str, function: Callable[..., Any], form: Form, answered: Answered) -> dict[str, Any]:
     """Returns what the function is called with. Raises ``DomainError`` if it needs more than there is."""
-    columns = answered.columns
+    columns, takes = answered.columns, parameters_of(function)
     if form == "verl":
         there: dict[str, Any] = {
             "data_source": columns.get("data_source", answered.dataset),
             "solution_str": answered.output,
             "ground_truth": answered.ground_truth,
             "extra_info": columns.get("extra_info", dict(columns)),
-        }
+        } | {name: answered.output for name in ANSWER_NAMES if name in takes}
     else:
         said = answered.output
         is_conversation = not isinstance(answered.task, str)
@@ -89,7 +94,6 @@ def arguments(dotted: str, function: Callable[..., Any], form: Form, answered: A
             "completions": [[{"role": "assistant", "content": said}] if is_conversation else said],
             "completion_ids": [answered.completion_ids],
         }
-    takes = parameters_of(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     missing = [
         name
@@ -115,11 +119,13 @@ def numbers_of(form: Form, returned: Any) -> dict[str, float]:
         if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__") or len(returned) != 1:
             raise DomainError(f"it returned {repr(returned)[:200]} for one completion: TRL's form is a list of numbers")
         return {} if returned[0] is None else {"score": finite("the score", returned[0])}
+    if isinstance(returned, tuple | list) and returned:
+        returned = returned[0]  # as verl does with what its own functions return
     if not isinstance(returned, Mapping):
         return {"score": finite("the score", returned)}
     if "score" not in returned:
         raise DomainError(f"it returned a dict with {sorted(map(str, returned))}: verl's form has a key 'score'")
-    others = {str(name): value for name, value in returned.items() if isinstance(value, bool | int | float)}
+    others = {str(name): value for name, value in returned.items() if isinstance(value, Real)}
     found = {name: finite(f"the value {name!r}", value) for name, value in others.items()}
     return found | {"score": finite("the score", returned["score"])}
 
@@ -142,5 +148,5 @@ def judge_reward(function: Callable[..., Any], prediction: str, gold: Form, opti
         raise
     except (DomainError, RecordError) as failure:
         return wrong(str(failure))
-    except Exception as failure:  # noqa: BLE001 — of the user's function
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 — of the user's function
         return wrong(f"it raised {describe_error(failure)}")

@@ -5,7 +5,9 @@ the rollout worker. A failure of a function is an exception, never a reward.
 """
 
 import asyncio
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -15,13 +17,13 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict
 
-from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.async_llm import backoff_s, llm_async_generate, make_training_text, may_succeed
 from pipelinerl.chat.continuation import spoken
 from pipelinerl.config.reward_functions import MATH, REWARD, is_judge, name_of, weights_of
 from pipelinerl.domains.columns import ANSWERS, checked_columns, column, found_column, question_of
-from pipelinerl.domains.contract import import_named, is_async
+from pipelinerl.domains.contract import describe_error, import_named, is_async
 from pipelinerl.domains.datasets import Problem, rows_of
-from pipelinerl.domains.judge_client import all_of, judge_of
+from pipelinerl.domains.judge_client import FIRST_DELAY_S, all_of, judge_of
 from pipelinerl.domains.reward_forms import Answered, Form, arguments, form_of, numbers_of
 from pipelinerl.domains.rows import MAX_LEFT_OUT, UnusableRow, load_usable
 from pipelinerl.domains.single_turn import conversation
@@ -35,6 +37,13 @@ GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", *ANSWERS)
 """Usual columns of what an answer is compared with."""
 DEFAULT_TIMEOUT_S = 120.0
 """Used where the configuration has no `reward_function_timeout_s`, as in a test."""
+
+MAY_PASS = {
+    *("builtins.ConnectionError", "builtins.TimeoutError", "aiohttp.ClientError", "httpx.TransportError"),
+    *("requests.ConnectionError", "requests.Timeout", "openai.APIConnectionError", "anthropic.APIConnectionError"),
+    "pipelinerl.TransportError",
+}
+"""Errors without a status, by package and class, after which an async function is called again."""
 
 required_problem_keys = ("task",)
 
@@ -151,16 +160,8 @@ async def asked(cfg: DictConfig, dotted: str, answered: Answered, session: aioht
     function, form = known(dotted, cfg.get("reward_function_kind") or "auto")
     given = arguments(dotted, function, form, answered)
     if is_async(function):
-        limit_s = float(cfg.get("reward_function_timeout_s") or DEFAULT_TIMEOUT_S)
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return numbers_of(form, await function(**given))
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise VerifierError(
-                f"{dotted} took longer than {limit_s:g} s: raise `reward_function_timeout_s`"
-            ) from error
+            return numbers_of(form, await awaited(cfg, dotted, function, given))
         except (DomainError, RecordError) as error:
             raise DomainError(f"`reward_function` is {dotted}: {error}") from error
     verdict = await client_of(cfg).check(session, REWARD + dotted, "", form, arguments=given)
@@ -169,6 +170,55 @@ async def asked(cfg: DictConfig, dotted: str, answered: Answered, session: aioht
     if verdict.status == "wrong":
         raise DomainError(f"`reward_function` is {dotted}: {verdict.detail}")
     raise VerifierError(f"{dotted}: {verdict.detail} (`verifier.timeout_s`, `memory_mb`, `max_body_kb`)")
+
+
+async def awaited(cfg: DictConfig, dotted: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Calls an async function, and again after an error that may pass, until `reward_function_timeout_s` are over.
+
+    Raises:
+        VerifierError: the time is over.
+        DomainError: `reward_function_max_calls` are used up.
+    """
+    limit_s = float(cfg.get("reward_function_timeout_s") or DEFAULT_TIMEOUT_S)
+    last = ""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            for repetition in itertools.count():
+                count_call(dotted, cfg.get("reward_function_max_calls"))
+                try:
+                    return await function(**given)
+                except Exception as error:
+                    if limit.expired() or not may_pass(error):
+                        raise
+                    last = f", and raised {describe_error(error)} before"
+                await asyncio.sleep(backoff_s(repetition, FIRST_DELAY_S))
+    except Exception as error:
+        if not limit.expired():
+            raise
+        raise VerifierError(
+            f"{dotted} took longer than {limit_s:g} s{last}: raise `reward_function_timeout_s`"
+        ) from error
+
+
+_num_calls: Counter[str] = Counter()
+"""Calls of async functions in this process, by name."""
+
+
+def count_call(dotted: str, most: int | None) -> None:
+    """Counts a call before it is made. Raises ``DomainError`` after ``most`` of them."""
+    if most is not None and _num_calls[dotted] >= most:
+        raise DomainError(f"this worker has called it {most} times, the limit of `reward_function_max_calls`")
+    _num_calls[dotted] += 1
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error is of a network service that a repetition may find well: by its status, else by its class."""
+    for of in (error, getattr(error, "response", None)):
+        status = getattr(of, "status_code", None) or getattr(of, "status", None)
+        if isinstance(status, int) and status:
+            return may_succeed(status)
+    names = {f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(error).__mro__}
+    return not names.isdisjoint(MAY_PASS)
 
 
 async def judged_by(cfg: DictConfig, name: str, answered: Answered, session: aiohttp.ClientSession) -> Verdict:

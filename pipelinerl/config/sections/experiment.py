@@ -315,7 +315,16 @@ class Config(Section):
         "auto", "the form of `reward_function`. Auto = the names of its parameters say it"
     )
     reward_function_timeout_s: PositiveFloat = key(
-        120, "longest time of an async `reward_function`. `verifier.timeout_s` limits the others", may_change=True
+        120,
+        "longest time of an async `reward_function`, in which it is called again after errors of networks and busy "
+        "services. `verifier.timeout_s` limits the others",
+        may_change=True,
+    )
+    reward_function_max_calls: PositiveInt | None = key(
+        None,
+        "calls of an async `reward_function` by one rollout worker, repeated ones too, after which the run ends. Null "
+        "= no limit",
+        may_change=True,
     )
     train_subset: SubsetSection | None = key(
         None,

@@ -1,20 +1,26 @@
 """Reward functions of others: called unchanged, in both forms, and a failure is never a reward."""
 
 import json
+from collections import Counter
 
+import aiohttp
+import httpx
+import openai
 import pytest
+import requests
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.reward_functions import verifier_of
 from pipelinerl.config.rules import check_rules
 from pipelinerl.domains import reward_function, verifier_client
 from pipelinerl.domains.reward_forms import Answered, arguments, form_of
-from pipelinerl.domains.reward_function import generate_rollout, load_problems
+from pipelinerl.domains.reward_function import generate_rollout, load_problems, may_pass
 from pipelinerl.domains.verifier_client import IN_PROCESS
-from pipelinerl.errors import ConfigError, DomainError, VerifierError
+from pipelinerl.errors import ConfigError, DomainError, ServerError, VerifierError
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.testing import run_rollout
-from tests.brought_rewards import Longer
+from tests import brought_rewards
+from tests.brought_rewards import BusyError, Longer
 from tests.says import says
 
 MESSAGES = [{"role": "user", "content": "What is 6 × 7?"}]
@@ -54,6 +60,7 @@ async def metrics_of(tmp_path, function, row, reply, **keys):
         ("dapo_score", "Answer: 42", 1.0, True),
         ("dapo_score", "Answer: 41", -1.0, False),
         ("my_reward_fn", "a" * 25, 0.25, True),
+        ("prime_score", "It is 42.", 1.0, True),
         ("seen_by_verl", "#### 42", 1.0, True),
         ("asked_elsewhere", "42", 1.0, True),
     ],
@@ -69,6 +76,8 @@ async def test_other_numbers_of_verls_dict_are_metrics_and_texts_are_not(tmp_pat
     metrics = await metrics_of(tmp_path, "dapo_score", VERL, "Answer: 42")
     assert metrics["dapo_score_acc"] == 1.0
     assert "dapo_score_pred" not in metrics
+    metrics = await metrics_of(tmp_path, "numpy_score", VERL, "")
+    assert (metrics["reward"], metrics["numpy_score_acc"], metrics["numpy_score_tokens"]) == (0.5, 0.25, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +142,8 @@ async def test_kind_decides_where_names_do_not(tmp_path, kind):
         ("compute_score_batched", ("neither", "data_sources, solution_strs")),
         ("needs_more", ("'reward_router_address'", "extra_info")),
         ("reward_func", ("'ground_truth'", "prompts")),  # no such column
+        ("Longer", ("a class", "instance")),
+        ("ends_the_process", ("SystemExit: no key", "brought_rewards.py")),
         ("raises", ("ValueError: no such key", "brought_rewards.py")),
         ("says_nan", ("the score is nan", "finite number")),
         ("says_text", ("the score is '1'", "finite number")),
@@ -149,6 +160,53 @@ async def test_function_that_cannot_reward_is_an_error_that_names_it(tmp_path, f
 async def test_async_function_has_a_limit(tmp_path):
     with pytest.raises(VerifierError, match=says("never_ends", "0.01 s", "`reward_function_timeout_s`")):
         await metrics_of(tmp_path, "never_ends", {"prompt": "?"}, "x", reward_function_timeout_s=0.01)
+
+
+async def test_async_function_is_called_again_after_errors_that_may_pass_within_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_function, "FIRST_DELAY_S", 1e-6)
+    busy = [BusyError(503), ConnectionResetError(), TimeoutError(), aiohttp.ServerDisconnectedError(), BusyError(429)]
+    brought_rewards.FAILURES[:] = busy
+    assert (await metrics_of(tmp_path, "asks_service", {"prompt": "?"}, "x"))["reward"] == 0.5
+    monkeypatch.setattr(reward_function, "FIRST_DELAY_S", 60.0)
+    brought_rewards.FAILURES[:] = [BusyError(503)]
+    with pytest.raises(VerifierError, match=says("asks_service", "0.01 s", "BusyError: status 503")):
+        await metrics_of(tmp_path, "asks_service", {"prompt": "?"}, "x", reward_function_timeout_s=0.01)
+
+
+async def test_async_function_is_not_called_again_after_an_error_of_its_own(tmp_path):
+    brought_rewards.FAILURES[:] = [BusyError(401), ValueError("unused")]
+    with pytest.raises(BusyError, match="401"):
+        await metrics_of(tmp_path, "asks_service", {"prompt": "?"}, "x")
+    assert len(brought_rewards.FAILURES) == 1
+
+
+async def test_calls_of_an_async_function_have_a_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_function, "_num_calls", Counter())
+    monkeypatch.setattr(reward_function, "FIRST_DELAY_S", 1e-6)
+    brought_rewards.FAILURES[:] = [BusyError(503)]
+    budget = {"reward_function_max_calls": 2}
+    assert (await metrics_of(tmp_path, "asks_service", {"prompt": "?"}, "x", **budget))["reward"] == 0.5
+    with pytest.raises(DomainError, match=says("asks_service", "2 times", "`reward_function_max_calls`")):
+        await metrics_of(tmp_path, "asks_service", {"prompt": "?"}, "x", **budget)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (httpx.ReadTimeout("slow"), True),
+        (httpx.HTTPStatusError("", request=None, response=httpx.Response(502)), True),
+        (httpx.HTTPStatusError("", request=None, response=httpx.Response(404)), False),
+        (requests.ConnectionError(), True),
+        (requests.exceptions.ReadTimeout(), True),
+        (requests.HTTPError(response=None), False),
+        (openai.APIConnectionError(request=httpx.Request("GET", "http://a")), True),
+        (ServerError("", 500), True),
+        (ServerError("", 400), False),
+        (KeyError("score"), False),
+    ],
+)
+def test_errors_that_may_pass_are_known_by_status_or_class(error, passes):
+    assert may_pass(error) is passes
 
 
 def test_instance_gets_the_arguments_of_its_call():
