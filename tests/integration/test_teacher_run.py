@@ -76,7 +76,9 @@ def test_teacher_that_is_killed_in_mid_run_is_restarted_and_scores_on(tmp_path: 
         *(f"finetune.max_train_steps={STEPS}", "attempts=2", "eval.at_start=false", "eval.at_end=false"),
         kill_at=5,
     )
-    assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
+    points = list(read_metrics(run_dir, "finetune"))
+    assert [point["step"] for point in points] == list(range(1, STEPS + 1))
+    assert all(point["teacher_gap"] > 10 * point["teacher_noise"] > 0 for point in points), "float32 at both ends"
     batches = batches_of(run_dir)
     assert batches
     for batch in batches:
