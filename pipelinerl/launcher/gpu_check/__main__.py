@@ -2,6 +2,7 @@
 
     pipelinerl gpu-check                        # about ten minutes, no network
     pipelinerl gpu-check --limit-s 1800 --out results/h100
+    pipelinerl gpu-check --model models/SmolLM2-135M-Instruct    # serves it, and ends with a curve of `words`
     pipelinerl gpu-check --rehearse             # the same checks on the CPU with a tiny model
     pipelinerl gpu-check --only serving --set +vllm_config.vllm_kwargs.attention-backend=TRITON_ATTN
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all checks together")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in CHECKS], help="these checks")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders here")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a pretrained model for the runs")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU: shows that the checks run")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="options of the runs")
     args = parser.parse_args(argv)
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if machine is None:
         print(f"gpu-check: {imports['problem']}, so there is nothing to check; --rehearse needs none", file=sys.stderr)
         return EXIT_REFUSED
-    machine = msgspec.structs.replace(machine, overrides=tuple(args.set))
+    model = "" if args.model is None else str(args.model.resolve())
+    machine = msgspec.structs.replace(machine, overrides=tuple(args.set), model=model)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [check for check in CHECKS if args.only is None or check.name in args.only]
     facts: dict[str, Facts] = {"imports": imports}

@@ -19,11 +19,12 @@ from pipelinerl.launcher.command_line import quoted
 from pipelinerl.launcher.gpu_check import verdicts
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
-from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts
+from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, WORDS_STEPS, Facts
 from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.launcher.processes import describe_exit
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.memory import trainer_items, utilization, with_choices
+from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.speed import GPUS, find_gpu, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
 
@@ -137,10 +138,16 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
 
 
 def experiment(
-    name: str, machine: Machine, run_dir: Path, options: Sequence[str], limit_s: float, env: Mapping[str, str]
+    name: str,
+    machine: Machine,
+    run_dir: Path,
+    options: Sequence[str],
+    limit_s: float,
+    env: Mapping[str, str],
+    config_name: str = "quickstart",
 ) -> Facts:
-    """Run the quickstart with these options. Returns facts of its folder and the peak memory of its device."""
-    arguments = ["--config-name=quickstart", f"output_dir={quoted(str(run_dir))}", *machine.run_options, *options]
+    """Run an experiment with these options. Returns facts of its folder and the peak memory of its device."""
+    arguments = [f"--config-name={config_name}", f"output_dir={quoted(str(run_dir))}", *machine.run_options, *options]
     before = max(gpu_used_bytes(), default=0)
     peak, over = [before], threading.Event()
 
@@ -178,11 +185,24 @@ def other_runner_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     return experiment("model runner V1", machine, folder / "run", options, limit_s, env)
 
 
+def words_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+    """The beginning of the recipe `words` with the pretrained model."""
+    if not machine.model:
+        return {"not_run": "needs a pretrained model: make smollm2, then --model models/SmolLM2-135M-Instruct"}
+    steps = 1 if machine.is_rehearsal else WORDS_STEPS
+    options = [f"model_path={quoted(machine.model)}", f"finetune.max_train_steps={steps}"]
+    options += ["eval.at_end=false"] * machine.is_rehearsal
+    return experiment("words", machine, folder / "run", options, limit_s, {}, "words")
+
+
 def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
-    """A run of random weights that trains the entropy bonus alone, with answers of one length."""
-    model, problem = trial_model(machine, folder, limit_s)
-    if problem:
-        return {"problem": f"the model with random weights was not made: {problem}"}
+    """A run that trains the entropy bonus alone: random weights with answers of one length, or the given model."""
+    model, problem = (Path(machine.model), "") if machine.model else trial_model(machine, folder, limit_s)
+    shape = find_model_shape(machine.model) if machine.model else machine.shape
+    if shape is None:
+        problem = f"{machine.model} has no config.json of a known form"
+    if problem or shape is None:
+        return {"problem": f"no model to serve: {problem}"}
     length, rollouts = (16, 32) if machine.is_rehearsal else (512, 256)
     run_dir = folder / "run"
     sampling = f"{{max_tokens: {length}, temperature: 1.0}}"
@@ -203,12 +223,13 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     cfg = load_run(run_dir)
     known = find_gpu(machine.name)
     gpu = None if known is None else GPUS[known]
-    decoding = server_speed(cfg, machine.shape, gpu, 1, machine.memory_bytes) if gpu else None
-    chosen = with_choices(cfg, machine.shape, 1, machine.memory_bytes)
-    trainer = sum(item.num_bytes for item in trainer_items(chosen, machine.shape, 1))
+    # a real model ends its answers by itself, so a server has fewer at a time than the prediction
+    decoding = server_speed(cfg, shape, gpu, 1, machine.memory_bytes) if gpu and not machine.model else None
+    chosen = with_choices(cfg, shape, 1, machine.memory_bytes)
+    trainer = sum(item.num_bytes for item in trainer_items(chosen, shape, 1))
     return facts | {
         "predicted_per_s": None if decoding is None else decoding.tokens_per_s / 2,
-        "planned_pause_ms": 1e3 * predicted_pause_s(cfg, machine.shape, gpu, 1, machine.memory_bytes) if gpu else None,
+        "planned_pause_ms": 1e3 * predicted_pause_s(cfg, shape, gpu, 1, machine.memory_bytes) if gpu else None,
         "planned_device_bytes": int(utilization(cfg) * machine.memory_bytes) + trainer,
     }
 
@@ -229,6 +250,7 @@ CHECKS = (
     GpuCheck("quickstart", 200, quickstart_facts, verdicts.judge_quickstart),
     GpuCheck("serving", 200, serving_facts, verdicts.judge_serving),
     GpuCheck("model runner V1", 150, other_runner_facts, verdicts.judge_quickstart),
+    GpuCheck("words", 300, words_facts, verdicts.judge_words),
     GpuCheck("communicators", 60, communicator_facts, verdicts.judge_communicators, needs_devices=2),
 )
 """In the order in which they are run: what shows most in the least time comes first."""

@@ -37,6 +37,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Compute capability, as `sm_90`."""
     overrides: tuple[str, ...] = ()
     """Settings of every run, from the command line."""
+    model: str = ""
+    """Folder of a pretrained model for the runs. Empty: they make their own."""
 
     @property
     def is_rehearsal(self) -> bool:

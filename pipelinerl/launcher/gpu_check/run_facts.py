@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.inspect.reading import look_into
+from pipelinerl.inspect.report import read_records
 from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
 from pipelinerl.observability.metrics import read_metrics
 
@@ -41,6 +43,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
         "has_graphs": GRAPHS.search(server) is not None,
         "attention_backend": backend[1] if backend else "",
         "faults": [line.strip()[:200] for line in (server + trainer).splitlines() if any(f in line for f in FAULTS)],
+        "curve": curve(run_dir),
         **success(run_dir / "summary.json"),
     }
 
@@ -49,6 +52,16 @@ def success(path: Path) -> dict[str, float | None]:
     """Held-out success before and after. None: the run ended before it was measured."""
     summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: summary.get(name) for name in ("success_before", "success_after")}
+
+
+def curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    """(version, success, reward) of the evaluations."""
+    if not run_dir.is_dir():  # refused
+        return []
+    with look_into(run_dir):
+        evaluations = read_records(run_dir, with_rollouts=False).evaluations
+    evaluations.sort(key=lambda seen: seen.version)
+    return [(seen.version, seen.success, seen.reward) for seen in evaluations]
 
 
 def log_text(job: Path) -> str:

@@ -26,6 +26,10 @@ LEARNING_STEPS = 160
 """Optimizer steps after which the quickstart has learned."""
 
 
+WORDS_STEPS = 60
+"""Optimizer steps of `words` after which its recorded seeds had gained .28 of reward and more, beyond `LEAST_GAIN`."""
+
+
 def verdict(level: Level, title: str, measured: str = "", planned: str = "", note: str = "") -> Finding:
     """One row of the page: what was measured, beside what was planned."""
     parts = (measured, planned and f"planned {planned}", note)
@@ -89,6 +93,24 @@ def judge_quickstart(machine: Machine, facts: Facts) -> list[Finding]:
             note=f"{facts['steps']} steps; {facts['attention_backend'] or 'attention backend not named'}",
         ),
         judge_swaps(f"{facts['name']}: swaps", facts),
+    ]
+
+
+def judge_words(machine: Machine, facts: Facts) -> list[Finding]:
+    """Whether a pretrained model learned, with its curve on held-out problems."""
+    points = facts["curve"]
+    is_long = facts["steps"] >= WORDS_STEPS
+    learned = len(points) > 1 and points[-1][2] - points[0][2] >= LEAST_GAIN
+    shown = ", ".join(f"{version}: {reward:.2f} ({success:.2f})" for version, success, reward in points)
+    return [
+        verdict(
+            Level.NOTED if not is_long else Level.PASSED if learned else Level.FAILED,
+            "words",
+            measured=f"reward (success) after steps {shown}" if points else "no evaluation",
+            planned=f"+{LEAST_GAIN}" if is_long else "",
+            note=f"{facts['steps']} steps",
+        ),
+        judge_swaps("words: swaps", facts),
     ]
 
 

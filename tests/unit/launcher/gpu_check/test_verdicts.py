@@ -121,6 +121,7 @@ def test_a_run_folder_gives_pauses_noise_graphs_and_backend(tmp_path: Path) -> N
     assert facts["attention_backend"] == "FLASH_ATTN"
     assert (facts["success_before"], facts["success_after"]) == (0.25, 0.75)
     assert facts["faults"] == []
+    assert facts["curve"] == []
 
 
 def test_a_fault_in_a_log_fails_the_swaps(tmp_path: Path) -> None:
@@ -134,6 +135,22 @@ def test_a_fault_in_a_log_fails_the_swaps(tmp_path: Path) -> None:
 def test_a_whole_quickstart_must_learn(steps: int, after: float, outcome: str, tmp_path: Path) -> None:
     facts = run_facts(write_run(tmp_path)) | {"steps": steps, "success_after": after, "name": "quickstart"}
     assert [one.level.word for one in verdicts.judge_quickstart(CARD, facts)] == [outcome, "passed"]
+
+
+@pytest.mark.parametrize(("steps", "after", "outcome"), [(60, 0.26, "passed"), (60, 0.24, "failed"), (1, 0.5, "noted")])
+def test_words_must_learn_and_show_the_curve(steps: int, after: float, outcome: str, tmp_path: Path) -> None:
+    curve = [(0, 0.0, 0.05), (20, 0.05, 0.2), (60, 0.1, after)]
+    facts = run_facts(write_run(tmp_path)) | {"steps": steps, "curve": curve}
+    [learned, swaps] = verdicts.judge_words(CARD, facts)
+    assert (learned.level.word, swaps.level.word) == (outcome, "passed")
+    assert f"0: 0.05 (0.00), 20: 0.20 (0.05), 60: {after:.2f} (0.10)" in learned.evidence
+
+
+def test_words_without_a_model_is_not_run(tmp_path: Path) -> None:
+    [words] = [check for check in CHECKS if check.name == "words"]
+    [told] = command.verdicts_of(words, CARD, words.facts(CARD, tmp_path, 60))
+    assert told.level is Level.NOT_RUN
+    assert "make smollm2" in told.evidence
 
 
 class FakeCuda:
@@ -196,7 +213,7 @@ def test_recorded_facts_of_a_card_are_judged_as_then() -> None:
     recorded = json.loads((Path(__file__).parents[4] / "benchmarks" / "gpu_check_h200.json").read_text())
     machine, facts = msgspec.convert(recorded["machine"], Machine), recorded["facts"]
     judged = verdicts.judge_imports(machine, facts["imports"])
-    for check in CHECKS:
+    for check in (check for check in CHECKS if check.name in facts):  # `words` came later
         judged += command.verdicts_of(check, machine, facts[check.name])
     said = [
         (
