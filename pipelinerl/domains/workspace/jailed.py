@@ -65,13 +65,13 @@ class JailWorkspace(Workspace):
             VerifierError: this machine allows no jail, or it did not start.
             NotCopied: the content is larger than ``disk_mb``.
         """
-        mode = mode or await asyncio.to_thread(usable_mode)
+        usable = mode or await asyncio.to_thread(usable_mode)
         settings = {"disk_mb": limits.disk_mb, "port": (agent and urlsplit(agent.base_url).port) or 0}
         try:
-            jail = await asyncio.to_thread(Jail, mode, settings, readable)
+            jail = await asyncio.to_thread(Jail, usable, settings, readable)
         except OSError as failure:
             raise VerifierError(f"the workspace did not start: {failure}") from failure
-        workspace = cls(jail, mode, limits)
+        workspace = cls(jail, usable, limits)
         try:
             if agent is not None and jail.listening is not None:
                 await agent.answer_on(jail.listening)
