@@ -24,6 +24,10 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+    "echo": (False,),
+    "logits_processors": ([],),
 }
 """Fields of OpenAI's APIs and of vLLM that would change prompt or answer, with their values that change nothing."""
 GUIDED = "guided_"

@@ -295,6 +295,8 @@ SHOWN = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
         ("chat/completions", {"messages": [{"role": "function", "name": "add", "content": "3"}]}, ["tool_calls"]),
         ("chat/completions", {"messages": [{"role": "assistant", "function_call": {}}, *HI, CALLED]}, ["tool_calls"]),
         ("chat/completions", {"messages": SAYING, "continue_final_message": True}, ["continue_final_message is True"]),
+        ("chat/completions", {"messages": HI, "documents": [{"text": "x"}]}, ["documents is"]),
+        ("chat/completions", {"messages": HI, "truncate_prompt_tokens": 9}, ["truncate_prompt_tokens is 9"]),
         ("chat/completions", {"messages": SAYING, "add_generation_prompt": False}, ["add_generation_prompt is False"]),
         ("chat/completions", {"messages": [*HI, SAYING[-1] | {"prefix": True}]}, ["prefix", "continues no message"]),
         ("messages", {"max_tokens": 9, "messages": SAYING}, ["the last message", "continues no message"]),
