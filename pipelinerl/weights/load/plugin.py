@@ -11,6 +11,7 @@ import os
 import signal
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -74,8 +75,12 @@ def register() -> None:
 def drop_warnings(expected: Mapping[str, tuple[str, ...]]) -> None:
     """Drops the log records whose unformatted text begins so. ``expected``: starts by logger."""
     for name, starts in expected.items():
-        logging.getLogger(name).addFilter(lambda record, starts=starts: not str(record.msg).startswith(starts))
+        logging.getLogger(name).addFilter(partial(_is_news, starts))
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)  # Triton's
+
+
+def _is_news(starts: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(starts)
 
 
 def multiply_small_layers_plainly() -> None:
