@@ -2,7 +2,7 @@
 
 ``FOLDER`` holds ``program.py``, ``stdin.txt`` and ``token``. The first line of the output says that the run begins. The
 outcome is a line of the token, which no program can read, and JSON. This file is sent there alone: standard library of
-Python 3.8 or newer.
+Python 3.9 or newer.
 """
 
 import ctypes
