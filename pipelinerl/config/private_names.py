@@ -41,6 +41,8 @@ PRIVATE_NAMES: dict[Part, tuple[str, ...]] = {
     "trainer": (
         "transformers:PreTrainedConfig._attn_implementation",
         "torch:UntypedStorage._share_cuda_",
+        "torch.distributed.checkpoint:DefaultSavePlanner.lookup_object",
+        "torch.distributed.checkpoint:DefaultLoadPlanner.lookup_tensor",
         *_TENSORS,
     ),
     "deepspeed": (
