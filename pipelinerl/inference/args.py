@@ -67,6 +67,9 @@ RESERVED = {
     "return-tokens-as-token-ids": "tokens are exact",
     "enable-scale-out": "the token-in/token-out endpoint is part of it",
     "data-parallel": "use more servers: world.actor_fraction",
+    "prefill-context-parallel-size": "the world counts tensor × pipeline parallel size as a server's devices",
+    "enable-eplb": "an update would not follow experts that move to other devices: remove it",
+    "device-memory-utilization": "set gpu-memory-utilization, which the memory plan reads",
     "quantization": QUANTIZED,
     "quantization-config": QUANTIZED,
     "speculative-config": SPECULATION,
@@ -298,6 +301,8 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
 def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key, value in user.items():
         option = option_of(key)
+        if option == "hf-overrides" and "quantization_config" in f"{key} {value}":
+            option = "quantization-config"
         reason = RESERVED.get("data-parallel" if option.startswith("data-parallel-") else option)
         harmless = (own[key],) if key in own else (None, False)
         if reason is not None and value not in harmless:

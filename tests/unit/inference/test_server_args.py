@@ -293,6 +293,8 @@ def test_vllms_own_metrics_are_off_until_they_are_wanted() -> None:
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", says("data-parallel-size", "more servers")),
         ("+vllm_config.vllm_kwargs.data_parallel_backend=ray", says("data-parallel-backend", "more servers")),
         ("+vllm_config.vllm_kwargs.quantization=fp8", says("quantization", "fp8", "whole", "not compared")),
+        ("+vllm_config.vllm_kwargs.hf_overrides={quantization_config: {quant_method: fp8}}", says("fp8", "whole")),
+        ("+vllm_config.vllm_kwargs.enable_eplb=true", says("enable-eplb", "experts that move")),
         ("+vllm_config.vllm_kwargs.spec_model=m", says("spec-model", "never updated")),
         ("+vllm_config.vllm_kwargs.speculative-config={method: ngram}", says("ngram", "wrong log-probability")),
         ("+vllm_config.vllm_kwargs.enable-sleep-mode=true", says("enable-sleep-mode", "takes no weights")),
