@@ -35,6 +35,8 @@ PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
 PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rope whose frequencies depend on no length."""
+MIXED_TYPES = ("minimax",)
+"""Model types that multiply by float32 constants, which autocast narrows and fsdp2's bfloat16 does not."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -229,6 +231,11 @@ def check_architecture(config: Config) -> None:
     if _is_plain(model):
         return
     finetune = config.finetune
+    if (finetune.engine, finetune.dtype) == ("fsdp2", "bfloat16") and model["model_type"] in MIXED_TYPES:
+        raise ConfigError(
+            f"`finetune.engine` is fsdp2, whose bfloat16 layers cannot multiply by the float32 constants of a "
+            f"{model['model_type']}: set it to ddp, or `finetune.dtype` to float32"
+        )
     argv = ["-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
     argv += ["--attention", finetune.attn_implementation, "--seq-parallel", str(finetune.seq_parallel)]
     longest = max_model_len(config)

@@ -139,6 +139,14 @@ def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, mon
         preflight.check_architecture(parse(compose("base", own)))
 
 
+def test_model_of_float32_constants_is_refused_in_the_engine_that_does_not_narrow_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "minimax"}')
+    own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
+    own += ["finetune.engine=fsdp2", "finetune.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match=says("fsdp2", "minimax", "ddp", "float32")):
+        preflight.check_architecture(parse(compose("base", own)))
+
+
 @pytest.mark.parametrize("method", ["awq", "fp8"])
 def test_quantized_weights_are_refused(tmp_path: Path, method: str) -> None:
     described = {"model_type": "qwen2", "quantization_config": {"quant_method": method}}
