@@ -45,7 +45,7 @@ from pipelinerl.launcher.vllm_options import check_options
 from pipelinerl.observability.wandb import MODE_VARIABLE, effective_mode
 from pipelinerl.plan.memory import checkpoint_bytes, memory_plan, node_host_bytes, version_bytes
 from pipelinerl.plan.model_shape import find_model_shape
-from pipelinerl.plan.proposal import Target, advice
+from pipelinerl.plan.proposal import Target, advice, as_arguments, proposal
 from pipelinerl.plan.speed import planned_gpu
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.streams.api import make_backend
@@ -185,6 +185,14 @@ def wandb_key(plan: RunPlan) -> list[str]:
 
 
 def server_arguments(plan: RunPlan) -> None:
+    """Refuse options that the run sets, and more GPUs in a server than vLLM divides the heads among."""
+    config, shape = plan.config, find_model_shape(plan.config.model_path)
+    ranks = int(config.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
+    if shape is not None and shape.heads % ranks and not config.debug.existing_llms:
+        raise ConfigError(
+            f"`vllm_config.vllm_kwargs.tensor-parallel-size` is {ranks}, which does not divide the {shape.heads} "
+            f"attention heads of {config.model_path}: set it to a divisor of them"
+        )
     for job in (*plan.world.get("actor_llm"), *plan.world.get("preprocessor_llm")):
         vllm_arguments(plan.config, plan.world, job)
 
@@ -280,19 +288,23 @@ def memory(plan: RunPlan) -> list[str]:
     kinds = started_kinds(cfg)
     needs = memory_plan(cfg, plan.world, shape, gpu_bytes)
     needs = tuple(need for need in needs if kinds is None or need.kind in kinds)
+    if all(need.fits and not need.is_tight for need in needs):
+        return []
     counted = [need.kind for need in needs]
     target = Target(shape=shape, nodes=plan.world.nodes, gpu_bytes=gpu_bytes, kinds=counted)
+    if not is_for_elsewhere(plan):
+        target = msgspec.structs.replace(target, host_bytes=usable_memory())
     for need in needs:
         if not need.fits:
-            if not is_for_elsewhere(plan):
-                target = msgspec.structs.replace(target, host_bytes=usable_memory())
             raise MemoryPlanError(
                 f"memory plan ({name}): {need.kind} needs {need.total / GIB:.0f} GiB of "
                 f"{need.capacity / GIB:.0f} GiB per GPU; {advice(cfg, target)}"
             )
+    found = proposal(cfg, target)
+    spare = f"; it has room to spare with {as_arguments(found)}" if found else ""
     return [
         f"memory plan: {need.kind} needs {need.total / GIB:.0f} GiB of {need.capacity / GIB:.0f} GiB per GPU: an "
-        "estimate, so close to the limit that it may not fit"
+        f"estimate, so close to the limit that it may not fit{spare}"
         for need in needs
         if need.is_tight
     ]

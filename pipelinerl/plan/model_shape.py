@@ -77,6 +77,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         width = 2 * self.kv_heads * self.head_dim if self.latent is None else self.latent.cached
         return self.layers * width * element_bytes
 
+    def splits_over(self, ranks: int) -> bool:
+        """Whether vLLM can divide the layers evenly among a server's devices. Fewer key-value heads are repeated."""
+        repeats = self.latent is not None or self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+        return repeats and self.heads % ranks == 0 and self.intermediate % ranks == 0
+
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention."""

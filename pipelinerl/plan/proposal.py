@@ -3,7 +3,7 @@
 Consumes what the plan does. Pure: nothing is measured, and nothing named that the plan or a rule refuses.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,15 @@ from pipelinerl.config.rules import check_rules
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, side_models
 from pipelinerl.errors import ConfigError, WorldError
-from pipelinerl.plan.memory import memory_plan, node_host_bytes, server_plans, with_choices, with_value
+from pipelinerl.plan.memory import (
+    NEARLY_FULL,
+    memory_plan,
+    node_host_bytes,
+    server_plans,
+    trainer_bytes,
+    with_choices,
+    with_value,
+)
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world.cluster import Cluster, Node
@@ -29,7 +37,9 @@ SHARES = (0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3,
 ALONE = (0.9, 0.95)
 """Those that are tried where a server has its GPUs for itself: the rest holds CUDA's context and communicators."""
 EIGHTHS = range(8, 0, -1)
-"""Of the present number of servers: the numbers that are tried."""
+"""Of the most servers of a size: the numbers that are tried."""
+SIZES = (1, 2, 4, 8, 1 / 2, 1 / 4, 1 / 8)
+"""Times the present tensor parallel size: those that are tried."""
 LARGEST = (8, 8)
 """Nodes, and GPUs of each, of the largest machine that is proposed."""
 LORA: Changes = {"finetune.lora.enabled": True}
@@ -50,13 +60,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 def advice(cfg: Config, target: Target) -> str:
     """Describe the first changes with which the world fits, or else another experiment and a larger machine that do."""
     if found := proposal(cfg, target):
-        return f"it fits with {_described(cfg, target, found)}"
+        return f"it {_described(cfg, target, found)}"
     others = list[str]()
     if found := proposal(cfg, target, LORA):
-        others.append(f"as another experiment, LoRA fits with {_described(cfg, target, found)}")
+        others.append(f"as another experiment, LoRA {_described(cfg, target, found)}")
     for larger, keys in _larger(target):
         if found := proposal(cfg, larger, keys):
-            others.append(f"on a larger machine the same fits with {_described(cfg, larger, found)}")
+            others.append(f"on a larger machine the same {_described(cfg, larger, found)}")
             break
     return "; ".join(others) or "nothing here makes it fit: shorten finetune.seq_length or take a smaller model"
 
@@ -68,25 +78,35 @@ def proposal(cfg: Config, target: Target, first: Changes | None = None) -> Chang
     """
     first = first or {}
     given = _changed(cfg, first)
-    shares, layouts, *training = steps(given, target)
+    found = next((each for each in _combinations(given, target) if fits(_changed(given, each), target)), None)
+    return None if found is None else {**first, **_needed(given, found, target)}
+
+
+def _combinations(cfg: Config, target: Target) -> Iterator[Changes]:
+    """Yield what the steps change together. The servers vary first, the dearest step last."""
+    shares, layouts, *training = steps(cfg, target)
     serving = [{**share, **layout} for layout, share in product(layouts, shares)]
-    serving = [changes for changes in serving if _serves(_changed(given, changes), target)]
-    for choice in product(*reversed(training), serving):  # servers vary first, the dearest step last
-        changes = {key: value for step in reversed(choice) for key, value in step.items()}
-        if fits(_changed(given, changes), target):
-            for key in tuple(changes):  # what a step brings beside the cure. A fraction alone is another split
-                fewer = {each: value for each, value in changes.items() if each != key}
-                without = _changed(given, fewer)
-                if without == _changed(given, changes) or (not key.endswith("fraction") and fits(without, target)):
-                    changes = fewer
-            return {**first, **changes}
-    return None
+    serving = [changes for changes in serving if _serves(_changed(cfg, changes), target)]
+    for choice in product(*reversed(training)):
+        trained = {key: value for step in reversed(choice) for key, value in step.items()}
+        if _trains(_changed(cfg, trained), target):
+            yield from ({**served, **trained} for served in serving)
+
+
+def _needed(cfg: Config, changes: Changes, target: Target) -> Changes:
+    """The changes without what a step brings beside the cure. A fraction alone is another split."""
+    for key in tuple(changes):
+        fewer = {each: value for each, value in changes.items() if each != key}
+        without = _changed(cfg, fewer)
+        if without == _changed(cfg, changes) or (not key.endswith("fraction") and fits(without, target)):
+            changes = fewer
+    return changes
 
 
 def steps(cfg: Config, target: Target) -> Iterator[list[Changes]]:
     """Yield what each step may change, the cheapest step first. Every step may change nothing."""
     finetune, sharded = cfg.finetune, {"finetune.engine": "fsdp2", "finetune.shard_gradients": "auto"}
-    smaller = [n for n in (2, 4, 8) if n <= sum(node.devices for node in target.nodes)]
+    smaller = range(2, min(_devices(target), LARGEST[1]) + 1)  # odd numbers of ranks have odd divisors
     yield [{}, *({UTILIZATION: share} for share in (SHARES if cfg.world.share_devices else ALONE))]
     yield [{}, *_splits(cfg, target)]
     yield [{}, sharded, *({**sharded, "finetune.expert_ranks": n} for n in smaller if target.shape.experts % n == 0)]
@@ -96,27 +116,31 @@ def steps(cfg: Config, target: Target) -> Iterator[list[Changes]]:
 
 
 def _splits(cfg: Config, target: Target) -> Iterator[Changes]:
-    """Larger servers, and fewer of them, whose GPUs the trainer gets."""
+    """Servers of other sizes, and fewer of them, whose GPUs the trainer gets."""
     world = _mapped(cfg, target)
     if world is None:
         return
-    devices, size = sum(node.devices for node in target.nodes), devices_per_server(cfg)
+    devices, now = _devices(target), int(cfg.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
     servers, sides = len(world.get("actor_llm")), len(world.get("preprocessor_llm"))
-    tensor_parallel = int(cfg.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
-    for factor in (1, 2, 4, 8):
-        if size * factor > devices or target.shape.heads % (tensor_parallel * factor):  # vLLM divides heads evenly
+    for factor in SIZES:
+        parallel, size = int(now * factor), int(devices_per_server(cfg) * factor)
+        if parallel != now * factor or size > devices or not target.shape.splits_over(parallel):
             continue
-        larger = {TENSOR_PARALLEL: tensor_parallel * factor}
+        sized = {TENSOR_PARALLEL: parallel}
         if cfg.world.share_devices:
-            yield larger
+            yield sized
             continue
-        others = max(sides // factor, len(side_models(cfg))) if sides else 0
-        for number in dict.fromkeys(max(servers // factor * eighth // 8, 1) for eighth in EIGHTHS):
-            serving, scoring = size * factor * number, size * factor * others
+        others = max(int(sides / factor), len(side_models(cfg))) if sides else 0
+        for number in dict.fromkeys(max(int(servers / factor) * eighth // 8, 1) for eighth in EIGHTHS):
+            serving, scoring = size * number, size * others
             if devices > serving + scoring:
                 scored = {"world.preprocessor_fraction": scoring} if sides else {}
                 training = {"world.finetune_fraction": devices - serving - scoring}
-                yield {**larger, "world.actor_fraction": serving, **scored, **training}
+                yield {**sized, "world.actor_fraction": serving, **scored, **training}
+
+
+def _devices(target: Target) -> int:
+    return sum(node.devices for node in target.nodes)
 
 
 def fits(cfg: Config, target: Target) -> bool:
@@ -124,18 +148,32 @@ def fits(cfg: Config, target: Target) -> bool:
     world = _mapped(cfg, target)
     if world is None:
         return False
+    if _is_refused(check_ranks, cfg, world.trainer_world_size) or _is_refused(check_rules, cfg):
+        return False
     chosen = with_choices(cfg, target.shape, world.trainer_world_size, target.gpu_bytes)
     plans = memory_plan(chosen, world, target.shape, target.gpu_bytes)
     if not all(plan.fits and not plan.is_tight for plan in plans if plan.kind in target.kinds):
         return False
-    if _host_bytes(chosen, world, target) > target.host_bytes:
-        return False
+    return _host_bytes(chosen, world, target) <= target.host_bytes
+
+
+def _is_refused(check: Callable[..., None], *values: Any) -> bool:
     try:
-        check_rules(cfg)
-        check_ranks(cfg, world.trainer_world_size)
+        check(*values)
     except ConfigError:
+        return True
+    return False
+
+
+def _trains(cfg: Config, target: Target) -> bool:
+    """Whether no rule refuses the trainer, and one fits that has all GPUs. With fewer it needs no less of each."""
+    if _is_refused(check_rules, cfg):
         return False
-    return True
+    if "finetune" not in target.kinds:
+        return True
+    ranks = _devices(target)
+    chosen = with_choices(cfg, target.shape, ranks, target.gpu_bytes)
+    return trainer_bytes(chosen, target.shape, ranks) <= NEARLY_FULL * target.gpu_bytes
 
 
 def _serves(cfg: Config, target: Target) -> bool:
@@ -151,7 +189,7 @@ def _mapped(cfg: Config, target: Target) -> WorldMap | None:
     """The world on the target's nodes. None: it cannot be placed."""
     try:
         return map_world(cfg, Cluster(accelerator="cuda", nodes=target.nodes, identity="tried"), check=False)
-    except WorldError:
+    except (ConfigError, WorldError):
         return None
 
 
@@ -181,11 +219,11 @@ def _larger(target: Target) -> Iterator[tuple[Target, Changes]]:
 
 
 def _described(cfg: Config, target: Target, found: Changes) -> str:
-    """The changes as arguments of the launcher, and the host memory that offloading takes."""
-    then, text = _changed(cfg, found), as_arguments(found)
+    """The changes as arguments of the launcher, behind the host memory that offloading takes."""
+    then, needed = _changed(cfg, found), ""
     if then.finetune.cpu_offload is True and (world := _mapped(then, target)):
-        text += f" ({_host_bytes(then, world, target) / GIB:.0f} GiB of host memory per node)"
-    return text
+        needed = f" ({_host_bytes(then, world, target) / GIB:.0f} GiB of host memory per node)"
+    return f"fits{needed} with {as_arguments(found)}"  # the arguments last, to be copied
 
 
 def as_arguments(changes: Changes) -> str:

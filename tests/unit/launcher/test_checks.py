@@ -52,6 +52,14 @@ def test_memory_plan_that_nearly_fills_the_trainers_device_is_a_warning(
     assert bool(checks.memory(start("world.gpu=H200"))) is warned
 
 
+def test_cache_that_holds_no_whole_sequence_is_a_warning_with_what_would() -> None:
+    """Weights and a step take 18.9 GiB of 19.1, and 10,000 tokens 0.5. vLLM refuses such a cache at its start."""
+    share = "vllm_config.vllm_kwargs.gpu-memory-utilization"
+    [warning] = checks.memory(start("dry_run=true", "world.gpu=H100", f"{share}=0.24"))
+    assert "actor_llm" in warning
+    assert warning.endswith(f"it has room to spare with {share}=0.9")
+
+
 @pytest.mark.parametrize(
     ("free_mb", "found"), [(255 + 14, "refused"), (257 + 14, "warned"), (255 + 3 * 14, "warned"), (257 + 3 * 14, "")]
 )
@@ -268,6 +276,13 @@ def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:
     [warning] = checks.experts(start(*mixture))
     assert "no effect with tensor-parallel-size=1" in warning
     assert checks.experts(start(*mixture, "vllm_config.vllm_kwargs.tensor-parallel-size=4")) == []
+
+
+def test_servers_of_more_gpus_than_divide_the_heads_are_refused() -> None:
+    """Qwen2.5-7B has 28."""
+    checks.server_arguments(start("vllm_config.vllm_kwargs.tensor-parallel-size=4"))
+    with pytest.raises(ConfigError, match=says("tensor-parallel-size` is 8", "28 attention heads", "divisor")):
+        checks.server_arguments(start("vllm_config.vllm_kwargs.tensor-parallel-size=8", gpus=16))
 
 
 @pytest.mark.parametrize("kernels", ["flashinfer_trtllm", "auto", "null"])

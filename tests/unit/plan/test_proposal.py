@@ -50,7 +50,7 @@ class Planned:
 
     def followed(self, advice: str) -> "list[Planned]":
         """The same command with the arguments of each proposal behind it."""
-        texts = re.findall(r"fits with (.*?)(?: \(\d+ GiB|; |$)", advice)
+        texts = re.findall(r"fits(?: \(\d+ GiB of host memory per node\))? with ([^;]*)", advice)
         return [Planned.of(self.name, *self.arguments, *shlex.split(text)) for text in texts]
 
 
@@ -131,7 +131,7 @@ def test_offloading_is_proposed_where_the_host_has_room_for_it_and_another_exper
     """14B of 16 bytes in host memory beside two versions, a checkpoint and a staged update: 495 GiB."""
     asked = world(*WORLDS["14B on 2x80"])
     enough, short = (msgspec.structs.replace(asked.target, host_bytes=gib * GIB) for gib in (496, 494))
-    assert advice(asked.cfg, enough).endswith("(495 GiB of host memory per node)")
+    assert advice(asked.cfg, enough).startswith("it fits (495 GiB of host memory per node) with finetune.engine=fsdp2 ")
     refused = advice(asked.cfg, short)
     assert re.match(
         r"as another experiment, LoRA fits with finetune\.lora\.enabled=true.*; on a larger machine", refused
@@ -158,3 +158,23 @@ def test_servers_of_no_size_are_proposed_that_does_not_divide_the_heads() -> Non
     asked = world("base_2node", "Qwen2.5-7B", 8, "H100", TWO_NODES)
     sizes = {changes.get(TENSOR_PARALLEL) for changes in list(steps(asked.cfg, asked.target))[1]}
     assert sizes == {None, 1, 2, 4}
+
+
+def test_servers_are_made_smaller_where_their_gpus_are_all_that_the_trainer_lacks() -> None:
+    """14B of 18 bytes take 62 GiB of each of 4 trainer GPUs beside 16 of a step, and 41 of each of 6."""
+    asked = world("base", "Qwen2.5-14B", 8, "H100", f"{TENSOR_PARALLEL}=4")
+    found = proposal(asked.cfg, asked.target)
+    assert found == {TENSOR_PARALLEL: 2, "world.actor_fraction": 2, "world.finetune_fraction": 6}
+
+
+def test_odd_number_of_ranks_shares_sequences() -> None:
+    """Two GPUs are too few for 350,000 tokens, and the trainer has no fourth."""
+    split = ("world.actor_fraction=1", "world.finetune_fraction=3")
+    asked = world("base", "Qwen2.5-0.5B", 4, "4090", "finetune.seq_length=350000", *split)
+    assert proposal(asked.cfg, asked.target) == {"finetune.seq_parallel": 3}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "sizes"), [(40, 10, [1, 2]), (40, 8, [1, 2, 4, 8]), (28, 2, [1, 2, 4])])
+def test_shape_is_split_where_vllm_divides_or_repeats_its_heads(heads: int, kv_heads: int, sizes: list[int]) -> None:
+    shape = msgspec.structs.replace(PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], heads=heads, kv_heads=kv_heads)
+    assert [ranks for ranks in (1, 2, 4, 8) if shape.splits_over(ranks)] == sizes
