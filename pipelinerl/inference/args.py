@@ -304,8 +304,8 @@ def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if option == "hf-overrides" and "quantization_config" in f"{key} {value}":
             option = "quantization-config"
         reason = RESERVED.get("data-parallel" if option.startswith("data-parallel-") else option)
-        harmless = (own[key],) if key in own else (None, False)
-        if reason is not None and value not in harmless:
+        harmless = value == own[key] if key in own else value is None or value is False
+        if reason is not None and not harmless:
             raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {reason}")
 
 

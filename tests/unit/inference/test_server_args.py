@@ -291,6 +291,7 @@ def test_vllms_own_metrics_are_off_until_they_are_wanted() -> None:
         ),
         ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", says("scheduler-cls", "exact")),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", says("data-parallel-size", "more servers")),
+        ("+vllm_config.vllm_kwargs.data-parallel-rank=0", says("data-parallel-rank", "more servers")),
         ("+vllm_config.vllm_kwargs.data_parallel_backend=ray", says("data-parallel-backend", "more servers")),
         ("+vllm_config.vllm_kwargs.quantization=fp8", says("quantization", "fp8", "whole", "not compared")),
         ("+vllm_config.vllm_kwargs.hf_overrides={quantization_config: {quant_method: fp8}}", says("fp8", "whole")),
