@@ -65,7 +65,7 @@ class JailWorkspace(Workspace):
             VerifierError: this machine allows no jail, or it did not start.
             NotCopied: the content is larger than ``disk_mb``.
         """
-        usable: str = mode or await asyncio.to_thread(usable_mode)
+        usable = await asyncio.to_thread(usable_mode) if mode is None else mode
         settings = {"disk_mb": limits.disk_mb, "port": (agent and urlsplit(agent.base_url).port) or 0}
         try:
             jail = await asyncio.to_thread(Jail, usable, settings, readable)
