@@ -10,6 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.data import GridLayout, check_record, packed, to_batch, with_shared_prefixes
 from pipelinerl.finetune.model import Policy
+from pipelinerl.finetune.rl.interface import PolicyTokens
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.prefixes import MIN_SHARED, prefixes_of, sort_by_prefix
@@ -68,11 +69,13 @@ def shared_layout(record: MicroBatch) -> GridLayout:
     return with_shared_prefixes(record.segment_lengths, *sort_by_prefix(segments, fewest=1))
 
 
-def gradients(policy: Policy, record: MicroBatch, *, shared: bool, dtype: torch.dtype) -> Tensor:
+def gradients(
+    policy: Policy, record: MicroBatch, *, shared: bool, dtype: torch.dtype, settings: LossSettings = SETTINGS
+) -> Tensor:
     policy.zero_grad()
     layout = shared_layout(record) if shared else packed(record.segment_lengths)
     batch = to_batch(record, check_record(record, VOCAB, 2), layout=layout, float_dtype=dtype)
-    policy(batch, SETTINGS).loss.backward()
+    policy(batch, settings).loss.backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
 
@@ -106,6 +109,36 @@ def test_gradient_of_random_trees_is_that_of_whole_segments(
         expected = gradients(policy, record, shared=False, dtype=dtype)
         assert relative(gradients(policy, record, shared=True, dtype=dtype), expected) <= tolerance, seed
     assert saved > 1000
+
+
+def loss_of_gae(logprobs_K: Tensor, tokens: PolicyTokens, *, values: Tensor, rewards: Tensor) -> Tensor:
+    return -logprobs_K * tokens.gae(values, rewards, discount=0.9, decay=0.8)[0]
+
+
+def test_gradient_with_generalised_advantages_is_that_of_whole_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the answers are cut: the value of their last state counts, which may lie in another one's prefix."""
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_float64)
+    register_attention(PACKED, packed_attention)
+    lm = make_qwen2(VOCAB, initializer_range=0.2, attn_implementation=PACKED).double().train()
+    policy = Policy(lm, chunk=5, value_loss_coef=0.5)
+    assert policy.value_head is not None
+    torch.nn.init.normal_(policy.value_head.weight, std=0.3)
+    settings = LossSettings(policy_loss=f"{__name__}.loss_of_gae")
+    ends_inside = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        record = make_record(draw_tree(rng), rng)
+        if not record.num_tokens:
+            continue
+        record = msgspec.structs.replace(record, cut=rng.random(len(record.segment_lengths)) < 0.5)
+        layout = shared_layout(record)
+        ends = to_batch(record, check_record(record, VOCAB, 2), layout=layout).ends_S
+        assert ends is not None
+        ends_inside += int((np.bincount(layout.flat_T)[ends[ends > 0]] > 1).sum())
+        expected = gradients(policy, record, shared=False, dtype=torch.float64, settings=settings)
+        found = gradients(policy, record, shared=True, dtype=torch.float64, settings=settings)
+        assert relative(found, expected) <= 1e-12, seed
+    assert ends_inside > 10
 
 
 def test_sequences_are_sorted_so_that_each_follows_its_longest_prefix() -> None:
