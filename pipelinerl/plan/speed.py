@@ -239,6 +239,10 @@ def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleS
     longest = document_tokens(cfg, PROMPT_TOKENS + int(cfg.llm.parameters["max_tokens"]))
     dividing = cfg.finetune.expert_ranks or 1
     each = _planned_rate(cfg, shape, gpu, longest)
+    if cfg.finetune.cpu_offload is True:
+        # A float32 shard comes to the GPU for the forward pass and again for the backward pass, while others compute.
+        copied = 2 * 4 * shape.parameters / (cfg.finetune.shard_ranks or ranks)
+        each = min(each, cfg.finetune.seq_length * HOST_BYTES_PER_S / copied)
     return RoleSpeed(
         kind="finetune",
         devices=ranks,
@@ -246,7 +250,7 @@ def trainer_speed(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int) -> RoleS
         mfu=TRAINED_FLOPS * shape.active_parameters * each / gpu.flops,
         note=f"documents of {longest} tokens"
         + (", without the exchange of tokens" if dividing > 1 else "")
-        + (", without the traffic to host memory" if cfg.finetune.cpu_offload is True else ""),
+        + (", without the optimizer's step in host memory" if cfg.finetune.cpu_offload is True else ""),
     )
 
 

@@ -79,6 +79,19 @@ def test_recomputation_and_attention_lower_the_mfu_of_the_trainer() -> None:
     assert trainer_speed(selective, SHAPE, H100, 4) == trainer_speed(recomputed, SHAPE, H100, 4)
 
 
+def test_offloaded_trainer_waits_for_its_weights_where_micro_batches_are_short() -> None:
+    """On 2 ranks 4 bytes for each of half of the weights cross PCIe twice, at 50 GB/s."""
+    short = ["finetune.seq_length=1000", "vllm_config.vllm_kwargs.max_model_len=1000", "finetune.engine=fsdp2"]
+    speed = trainer_speed(make_config(*short, "finetune.cpu_offload=true"), SHAPE, H100, 2)
+    assert speed.tokens_per_s == pytest.approx(2 * 1000 / (2 * 4 * PARAMETERS / 2 / 50e9), rel=1e-3)
+    assert speed.note.endswith("without the optimizer's step in host memory")
+    long = ["finetune.seq_length=100000", "finetune.engine=fsdp2"]
+    offloaded, kept = (
+        trainer_speed(make_config(*long, f"finetune.cpu_offload={on}"), SHAPE, H100, 2) for on in ("true", "false")
+    )
+    assert offloaded.tokens_per_s == kept.tokens_per_s
+
+
 def test_a_server_decodes_what_its_cache_holds_and_the_configuration_allows() -> None:
     few = server_speed(make_config("actor.llm_max_rollouts=8"), SHAPE, H100, 2, 80 * 2**30)
     many = server_speed(make_config(), SHAPE, H100, 2, 80 * 2**30)
