@@ -65,6 +65,8 @@ def _check_deepspeed(config: Config) -> str | None:
     if not deepspeed_file(config).is_file():
         names = sorted(path.stem for path in (CONF_DIR / "deepspeed").glob("*.json"))
         return f"`deepspeed_config` is {config.deepspeed_config!r}: conf/deepspeed has {', '.join(names) or 'no files'}"
+    if config.finetune.dtype == "float16":
+        return "`finetune.dtype` is float16, in which DeepSpeed is not tested: set `finetune.engine` to fsdp2 or ddp"
     if config.finetune.compile and zero_stage(config) == 3:
         return "`finetune.compile` is true but ZeRO-3 gathers layers by itself: set `finetune.engine` to fsdp2 or ddp"
     return None
@@ -100,11 +102,12 @@ TRAITS = {
 def engine_of(config: Config, ranks: int) -> str:
     """Returns the short or dotted name of the engine for this number of ranks.
 
-    ``auto`` is DeepSpeed, and ``ddp`` for one rank.
+    ``auto`` is DeepSpeed, ``fsdp2`` in float16, and ``ddp`` for one rank.
     """
     if config.finetune.engine != "auto":
         return config.finetune.engine
-    return "deepspeed" if ranks > 1 else "ddp"
+    several = "fsdp2" if config.finetune.dtype == "float16" else "deepspeed"
+    return several if ranks > 1 else "ddp"
 
 
 def engine_class(name: str) -> Any:

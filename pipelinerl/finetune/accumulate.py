@@ -3,6 +3,7 @@
 A gradient that is not finite never changes the weights.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -122,7 +123,12 @@ def train_step(
         TrainerMetric.KL_COEF: settings.kl_coef,
         TrainerMetric.ENTROPY_BONUS: settings.entropy_bonus,
     }
-    set_by |= {TrainerMetric.GRAD_NORM: grad_norm, TrainerMetric.MICRO_BATCHES: float(len(records))}
+    set_by |= {TrainerMetric.MICRO_BATCHES: float(len(records))}
+    if math.isfinite(grad_norm):
+        set_by |= {TrainerMetric.GRAD_NORM: grad_norm}
+    if engine.scaling is not None:
+        scale, _, skipped = engine.scaling.tolist()
+        set_by |= {TrainerMetric.LOSS_SCALE: scale, TrainerMetric.SKIPPED_STEPS: skipped}
     totals = diagnostics.reduce(engine.world_size > 1)
     return step_metrics(totals) | set_by | _speed(engine, totals, time.perf_counter() - started)
 

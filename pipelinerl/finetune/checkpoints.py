@@ -7,7 +7,8 @@ publishes it:
     shard-<rank>-model-<n>-of-<N>.safetensors  that rank's pieces of the flattened states `<parameter>.param`,
                                                `.exp_avg`, `.exp_avg_sq` in float32, and its generators
                                                `rng.<rank>.<device>`, and inside a block of steps with one
-                                               proximal policy its log-probabilities, `proximal.<rank>`
+                                               proximal policy its log-probabilities, `proximal.<rank>`.
+                                               Of rank 0 in float16 `loss_scale`
 
 The files have the format of torch's distributed checkpoint in its Hugging Face storage. Each file records which ranges
 it holds, so any engine on any number of ranks can resume. Nothing on disk is pickled.

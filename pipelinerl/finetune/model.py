@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LM_PREFIX = "lm."
 """Prefix of the language model's parameters in the policy."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Tokens(NamedTuple):
@@ -111,6 +111,7 @@ class Policy(nn.Module):
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
         self.routing, self.images = routing, images
+        self.loss_scale = 1.0  # by which an engine multiplies the loss before its backward pass
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -160,6 +161,7 @@ class Policy(nn.Module):
             temperature=self.temperature,
             chunk=self.chunk,
             fp32=self.fp32_head,
+            loss_scale=self.loss_scale,
             values_K=values_K,
             support_KJ=inputs.teacher_top_ids_KJ if settings.teacher_top_k else None,
         )

@@ -142,7 +142,8 @@ class Saver:
         on_gpu = self._engine.device.type == "cuda"
         if on_gpu:
             pin_exactly()
-        for name, piece in {**self._engine.own_pieces(), **_rng_of(self._engine)}.items():
+        scaling = _scaling_of(self._engine) if self._engine.rank == 0 else {}
+        for name, piece in {**self._engine.own_pieces(), **_rng_of(self._engine), **scaling}.items():
             if name not in self._host:
                 memory = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_gpu)
                 self._host[name] = Piece(memory, piece.start, piece.whole)
@@ -183,7 +184,8 @@ def load_newest(engine: Engine, peers: Peers, root: Path) -> Counters | None:
         return None
     path, counters = found
     rng = _rng_of(engine)
-    names = peers.together(lambda: checkpoints.read(path, engine.pieces(), rng))[engine.rank]
+    optional = {**rng, **_scaling_of(engine)}
+    names = peers.together(lambda: checkpoints.read(path, engine.pieces(), optional))[engine.rank]
     engine.loaded(counters.step)
     checkpoints.restore_rng(rng, names, engine.device)
     return counters
@@ -197,6 +199,11 @@ def read_proximal(peers: Peers, path: Path) -> bytes | None:
 
 def _rng_of(engine: Engine) -> dict[str, Piece]:
     return checkpoints.rng_pieces(engine.rank, engine.device)
+
+
+def _scaling_of(engine: Engine) -> dict[str, Piece]:
+    """The state of the loss scale, equal on all ranks."""
+    return {} if engine.scaling is None else {"loss_scale": Piece(engine.scaling, 0, len(engine.scaling))}
 
 
 class SaveSchedule:

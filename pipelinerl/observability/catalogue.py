@@ -287,6 +287,12 @@ class TrainerMetric(Metric):
     )
     GRAD_NORM = "grad_norm", "", "norm of the gradient before clipping"
     LR = "lr", "", "learning rate of the step"
+    LOSS_SCALE = "loss_scale", "", "by which the next step multiplies its loss (`finetune.dtype=float16`)"
+    SKIPPED_STEPS = (
+        "skipped_steps",
+        "steps",
+        "of the run whose gradient overflowed in float16, so that no weight changed",
+    )
     STEP_S = "step_s", "s", "computation of the step"
     TOKENS_PER_S = "tokens_per_s", "tokens/s", "trained tokens per second of computation"
     INPUT_TOKENS_PER_S_PER_DEVICE = (

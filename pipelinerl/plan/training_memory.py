@@ -56,7 +56,7 @@ class EngineMemory:
 
     def __init__(self, cfg: Config, name: str, ranks: int):
         self.cfg, self.name, self.ranks = cfg, name, ranks
-        self.half = cfg.finetune.dtype == "bfloat16"
+        self.half = cfg.finetune.dtype != "float32"
 
     def __str__(self) -> str:
         return self.name
@@ -249,7 +249,7 @@ def engine_memory(cfg: Config, ranks: int) -> EngineMemory:
 
 def narrowed_bytes(cfg: Config, shape: ModelShape) -> int:
     """Bytes that `ddp` and `fsdp2` save on a frozen base, whose layers they hold in bfloat16."""
-    is_narrowed = cfg.finetune.lora.enabled and cfg.finetune.dtype == "bfloat16"
+    is_narrowed = cfg.finetune.lora.enabled and cfg.finetune.dtype != "float32"
     return 2 * (shape.parameters - embedding_parameters(shape)) if is_narrowed else 0
 
 

@@ -13,7 +13,7 @@ class VLLMSection(Section):
 
     vllm_kwargs: dict[str, Any] = key(
         {
-            "dtype": "bfloat16",
+            "dtype": "${finetune.dtype}",
             "gpu-memory-utilization": 0.9,
             "max-num-seqs": "${actor.llm_max_rollouts}",
             "max-num-batched-tokens": 8192,

@@ -169,8 +169,10 @@ class FinetuneSection(Section):
     )
     keep_checkpoints: PositiveInt = key(2, "checkpoints kept. The newest is never deleted", may_change=True)
     keep_exports: PositiveInt | None = key(None, "exported models kept. Null = all", may_change=True)
-    dtype: Literal["float32", "bfloat16"] = key(
-        "bfloat16", "data type of the computation. Master weights and optimizer are float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "bfloat16",
+        "data type of the computation. Master weights and optimizer are float32. `float16` (`ddp`, `fsdp2`) scales the "
+        "loss, and skips a step whose gradient overflows ([§7](algorithms.md))",
     )
     head_chunk_tokens: PositiveInt | Literal["auto"] = key(
         "auto",

@@ -48,6 +48,8 @@ class Engine(ABC):
     world_size: int
     """Ranks whose gradients it sums. An engine that does not take it from torch.distributed declares `max_ranks`."""
     device: torch.device
+    scaling: Tensor | None = None
+    """float32 [3] on the host, in checkpoints: loss scale, steps since it changed, skipped steps. None: no scale."""
 
     @abstractmethod
     def __init__(self, policy: Policy, cfg: Config, device: torch.device): ...
@@ -78,8 +80,10 @@ class Engine(ABC):
     def step(self, learning_rate: float) -> float:
         """Clip the gradients, update the weights, clear the gradients. Returns the gradient norm before clipping.
 
+        A norm that is not finite: the loss scale was too large and is smaller now, the weights are unchanged.
+
         Raises:
-            NonFiniteGradientError: the weights are unchanged.
+            NonFiniteGradientError: no loss scale is the reason. The weights are unchanged.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Replication: every rank holds the whole policy, what it trains in float32, and gradients are summed once per step.
 
-bfloat16 is computed by autocast over float32 parameters, so small updates are not lost.
+Half precision is computed by autocast over float32 parameters, so small updates are not lost.
 """
 
 from contextlib import AbstractContextManager
@@ -38,7 +38,8 @@ class ReplicatedEngine(SteppingEngine):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.dtype = DTYPES[finetune.dtype]
-        _cast_experts(device.type)
+        if self.dtype != torch.float32:
+            _cast_experts(device.type, self.dtype)
         self.make_optimizer(finetune)
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
@@ -46,10 +47,10 @@ class ReplicatedEngine(SteppingEngine):
             return self.policy(batch, settings)
 
     def precision(self) -> AbstractContextManager:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        loss.backward()
+        (loss * self.policy.loss_scale).backward()
         if last and self.world_size > 1:
             self._sum_gradients()
 
@@ -76,10 +77,10 @@ class ReplicatedEngine(SteppingEngine):
 
 
 @cache
-def _cast_experts(device_type: str) -> None:
+def _cast_experts(device_type: str, dtype: torch.dtype) -> None:
     """Has autocast cover the products of experts in this process, as it does those of every other layer."""
     for product in EXPERT_PRODUCTS:
-        torch.library.register_autocast(product, device_type, torch.bfloat16)
+        torch.library.register_autocast(product, device_type, dtype)
 
 
 def _all_reduce(gradients: list[Tensor]) -> None:

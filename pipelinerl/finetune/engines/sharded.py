@@ -84,7 +84,7 @@ class ShardedEngine(SteppingEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         cast(FSDPModule, self.policy).set_requires_gradient_sync(last or self.shards_gradients)
-        loss.backward()
+        (loss * self.policy.loss_scale).backward()
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """As in ``SteppingEngine``. The ranks that share a copy hold different shards of everything, experts too."""

@@ -1,4 +1,8 @@
-"""The part that DDP and FSDP2 share: an optimizer over the policy's parameters, sharded or not."""
+"""The part that DDP and FSDP2 share: an optimizer over the policy's parameters, sharded or not.
+
+In float16 the loss is scaled (arXiv:1710.03740, §3.2), with the constants of ``torch.amp.GradScaler``. The scale
+follows the norm, which all ranks know and which also covers offloaded gradients and divided experts.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,6 +17,18 @@ from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
 from pipelinerl.finetune.engines.optimizers import make_optimizer, set_num_steps, set_rate, state_tensors
 from pipelinerl.finetune.pieces import Piece
 
+FIRST_SCALE = 2.0**16
+STEPS_TO_DOUBLE = 2000
+"""Steps without overflow after which the loss scale doubles."""
+
+
+def next_scaling(scaling: Tensor, *, overflows: bool) -> Tensor:
+    """`Engine.scaling` after a step: half the scale if the gradient overflowed."""
+    scale, steps, skipped = scaling.tolist()
+    if overflows:
+        return torch.tensor([scale / 2, 0, skipped + 1])
+    return torch.tensor([scale, steps + 1, skipped] if steps + 1 < STEPS_TO_DOUBLE else [2 * scale, 0, skipped])
+
 
 class SteppingEngine(Engine):
     """An engine that clips and steps by itself. A subclass places the parameters, then calls ``make_optimizer``."""
@@ -23,12 +39,26 @@ class SteppingEngine(Engine):
         self.parameters = dict(self.policy.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(self.policy, finetune)
+        if finetune.dtype == "float16":
+            self.scaling = torch.tensor([FIRST_SCALE, 0, 0])
+            self.policy.loss_scale = FIRST_SCALE
 
     def step(self, learning_rate: float) -> float:
-        norm = self.gradient_norm([p.grad for p in self.trained.values() if p.grad is not None])
-        if not norm < float("inf"):
+        scale = self.policy.loss_scale
+        norm = self.gradient_norm([p.grad for p in self.trained.values() if p.grad is not None]) / scale
+        overflows = not norm < float("inf")
+        if self.scaling is not None:
+            self.scaling.copy_(next_scaling(self.scaling, overflows=overflows))
+            self.policy.loss_scale = float(self.scaling[0])
+        if overflows:
             self.optimizer.zero_grad(set_to_none=True)
+            if scale > 1:
+                return norm
             raise NonFiniteGradientError(f"the gradient norm is {norm}")
+        if scale != 1:
+            for parameter in self.trained.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / scale)
         if self.clipping is not None and norm > self.clipping:
             for group in self.optimizer.param_groups:
                 whole_norm = torch.tensor(norm, device=self.device)
@@ -70,7 +100,10 @@ class SteppingEngine(Engine):
         """This rank's range of the flattened ``tensor``, as a view. None if it has no part of it."""
 
     def loaded(self, num_steps: int) -> None:
-        set_num_steps(self.optimizer, num_steps)
+        skipped = 0.0
+        if self.scaling is not None:
+            self.policy.loss_scale, _, skipped = self.scaling.tolist()
+        set_num_steps(self.optimizer, num_steps - int(skipped))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -88,6 +88,8 @@ class _HeadOptions:
     """Half-precision dtype to which states and weight are rounded. None: they are multiplied as they are."""
     on_chunk: Callable[[], object]
     """Called for every chunk."""
+    loss_scale: float = 1.0
+    """Factor of the loss after the head, which the gradients have before they are rounded."""
     support_KJ: Tensor | None = None
     """int64: tokens whose log-probabilities in each place the objective needs, beside the target's. None: no other."""
 
@@ -145,6 +147,7 @@ def head_loss(
     temperature: float,
     chunk: int,
     fp32: bool,
+    loss_scale: float = 1.0,
     values_K: Tensor | None = None,
     support_KJ: Tensor | None = None,
 ) -> HeadOutput:
@@ -157,11 +160,14 @@ def head_loss(
         temperature: divides the logits.
         chunk: tokens whose logits are computed at a time.
         fp32: whether the products of a bfloat16 head keep float32 precision.
+        loss_scale: factor by which the caller multiplies the loss before the backward pass.
         values_K: of the value head, differentiable. None: the objective depends on none.
         support_KJ: int64, further token ids whose log-probabilities the objective gets. None: it needs none.
     """
-    narrow = _narrow_dtype(head.weight)
-    options = _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, narrow, head.on_chunk, support_KJ)
+    narrow, on_chunk = _narrow_dtype(head.weight), head.on_chunk
+    options = _HeadOptions(
+        objective, temperature, chunk, fp32, head.logit_map, narrow, on_chunk, loss_scale, support_KJ
+    )
     return head(hidden_KH, targets_K, options, values_K)
 
 
@@ -353,7 +359,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor):
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in gradients), None, None)
+        rest = grad_loss / ctx.loss_scale
+        return (*(None if g is None else g.mul_(rest.to(g.dtype)) for g in gradients), None, None)
 
 
 class _Gradients:
@@ -418,7 +425,7 @@ def _forward(
         else:
             part_loss, by = loss.new_zeros(()), ahead.of(rows)
         used_C = by.entropy if objective.uses_entropy else None
-        factor = options.logit_map.scale / temperature
+        factor = options.loss_scale * options.logit_map.scale / temperature
         gradient_CV = _logits_gradient(part, by.logprobs, used_C, by.support, factor)
         return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
@@ -427,7 +434,8 @@ def _forward(
         gradients.add(gradient_CV, rows)
         loss = loss + part_loss
         del gradient_CV
-    ctx.gradients = (*gradients.finish(), values_grad)
+    values_grad = None if values_grad is None else values_grad * options.loss_scale
+    ctx.gradients, ctx.loss_scale = (*gradients.finish(), values_grad), options.loss_scale
     ctx.mark_non_differentiable(logprobs_K, entropy_K)
     return loss, logprobs_K, entropy_K
 

@@ -2,10 +2,12 @@
 
 import pytest
 
-from pipelinerl.config.engine import deepspeed_file, engine_of, zero_stage
+from pipelinerl.config.engine import check_ranks, deepspeed_file, engine_of, zero_stage
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.objectives import TOKEN_ARGUMENTS
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.objective import NEEDED
+from tests.says import says
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 
@@ -15,6 +17,8 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
     [
         ([], 1, "ddp"),
         ([], 2, "deepspeed"),
+        (["finetune.dtype=float16"], 1, "ddp"),
+        (["finetune.dtype=float16"], 2, "fsdp2"),
         (["use_deepspeed=false"], 2, "ddp"),
         (["use_deepspeed=false", "use_fsdp=true"], 2, "fsdp2"),
         (["use_deepspeed=false", "use_fsdp=true"], 1, "fsdp2"),
@@ -24,6 +28,12 @@ REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rol
 )
 def test_engine_of(overrides: list[str], ranks: int, engine: str) -> None:
     assert engine_of(parse(compose("base", [*REQUIRED, *overrides])), ranks) == engine
+
+
+def test_deepspeed_is_refused_in_float16() -> None:
+    cfg = parse(compose("base", [*REQUIRED, "finetune.dtype=float16", "finetune.engine=deepspeed"]))
+    with pytest.raises(ConfigError, match=says("`finetune.dtype` is float16", "set `finetune.engine` to fsdp2 or ddp")):
+        check_ranks(cfg, 2)
 
 
 def test_deepspeed_file_may_lie_anywhere(tmp_path) -> None:

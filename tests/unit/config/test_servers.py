@@ -101,7 +101,9 @@ def test_devices_per_server_refuses_what_is_no_size(size: object) -> None:
     ("base", "overrides", "tolerance"),
     [
         ("base", [], 0.2),
-        ("base", ["finetune.dtype=float32"], 0.2),
+        ("base", ["finetune.dtype=float16"], 0.2),
+        ("base", ["finetune.dtype=float32"], 1e-3),
+        ("base", ["finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=bfloat16"], 0.2),
         ("base", ["vllm_config.vllm_kwargs.dtype=float32"], 0.2),
         ("base", ["finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=float32"], 1e-3),
         ("base", ["finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=float"], 1e-3),
