@@ -80,8 +80,8 @@ def test_small_gradients_of_a_half_precision_head_need_the_scale(scale: float, l
         states = hidden.to(dtype).detach().requires_grad_()
         head = OutputHead.wrap(linear.to(dtype))
         objective = PolicyObjective(inputs, LossSettings())
-        given = {"temperature": 1.0, "chunk": 8, "fp32": False, "loss_scale": factor}
-        (head_loss(head, states, targets, objective, **given).loss * factor).backward()
+        output = head_loss(head, states, targets, objective, temperature=1.0, chunk=8, fp32=False, loss_scale=factor)
+        (output.loss * factor).backward()
         assert states.grad is not None
         found.append(states.grad.double() / factor)
     error = float((found[0] - found[1]).norm() / found[1].norm())

@@ -134,7 +134,7 @@ def test_gradient_with_generalised_advantages_is_that_of_whole_segments(monkeypa
         layout = shared_layout(record)
         ends = to_batch(record, check_record(record, VOCAB, 2), layout=layout).ends_S
         assert ends is not None
-        ends_inside += int((np.bincount(layout.flat_T)[ends[ends > 0]] > 1).sum())
+        ends_inside += int((np.bincount(layout.flat_T)[ends[ends > 0].numpy()] > 1).sum())
         expected = gradients(policy, record, shared=False, dtype=torch.float64, settings=settings)
         found = gradients(policy, record, shared=True, dtype=torch.float64, settings=settings)
         assert relative(found, expected) <= 1e-12, seed
