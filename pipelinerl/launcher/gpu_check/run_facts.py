@@ -61,7 +61,11 @@ def curve(run_dir: Path) -> list[tuple[int, float, float]]:
     with look_into(run_dir):
         evaluations = read_records(run_dir, with_rollouts=False).evaluations
     evaluations.sort(key=lambda seen: seen.version)
-    return [(seen.version, seen.success, seen.reward) for seen in evaluations]
+    return [
+        (seen.version, seen.success, seen.reward)
+        for seen in evaluations
+        if seen.success is not None and seen.reward is not None
+    ]
 
 
 def log_text(job: Path) -> str:
