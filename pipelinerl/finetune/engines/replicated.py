@@ -3,8 +3,9 @@
 Half precision is computed by autocast over float32 parameters, so small updates are not lost.
 """
 
+import warnings
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -76,11 +77,13 @@ class ReplicatedEngine(SteppingEngine):
         _all_reduce(bucket)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _cast_experts(device_type: str, dtype: torch.dtype) -> None:
     """Has autocast cover the products of experts in this process, as it does those of every other layer."""
-    for product in EXPERT_PRODUCTS:
-        torch.library.register_autocast(product, device_type, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an engine of another data type came before: the newest one's holds
+        for product in EXPERT_PRODUCTS:
+            torch.library.register_autocast(product, device_type, dtype)
 
 
 def _all_reduce(gradients: list[Tensor]) -> None:
