@@ -231,9 +231,9 @@ def check_architecture(config: Config) -> None:
     if _is_plain(model):
         return
     finetune = config.finetune
-    if (finetune.engine, finetune.dtype) == ("fsdp2", "bfloat16") and model["model_type"] in MIXED_TYPES:
+    if finetune.engine == "fsdp2" and finetune.dtype != "float32" and model["model_type"] in MIXED_TYPES:
         raise ConfigError(
-            f"`finetune.engine` is fsdp2, whose bfloat16 layers cannot multiply by the float32 constants of a "
+            f"`finetune.engine` is fsdp2, whose {finetune.dtype} layers cannot multiply by the float32 constants of a "
             f"{model['model_type']}: set it to ddp, or `finetune.dtype` to float32"
         )
     argv = ["-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
