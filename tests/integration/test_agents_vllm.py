@@ -58,11 +58,15 @@ async def recording_proxy(server_url: str, session: aiohttp.ClientSession) -> As
         await runner.cleanup()
 
 
+OVERRIDES = ("vllm_config.vllm_kwargs.max_model_len=512", "+vllm_config.env={VLLM_SERVER_DEV_MODE: '1'}")
+"""With vLLM's development route for the label of the weights."""
+
+
 @pytest.fixture(scope="module")
 def agent_server(tmp_path_factory: pytest.TempPathFactory, serving: Any) -> Any:
     folder = tmp_path_factory.mktemp("agent")
     model = build(folder / "model", "examples.largest_agent.model.largest_agent", 0, cache=user_cache() / "models")
-    with serving.running(folder, model, overrides=("vllm_config.vllm_kwargs.max_model_len=512",)) as server:
+    with serving.running(folder, model, overrides=OVERRIDES) as server:
         yield server
 
 

@@ -223,6 +223,14 @@ async def two_turns(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp
     return RolloutResult(training_texts=texts, metrics=metrics, latency=0.0)
 
 
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path, serving: Any) -> Any:
+    """With vLLM's development route for the label of the weights."""
+    development = ("+vllm_config.env={VLLM_SERVER_DEV_MODE: '1'}",)
+    with serving.running(tmp_path_factory.mktemp("run"), tiny_qwen2, overrides=development) as server:
+        yield server
+
+
 async def label_weights(session: aiohttp.ClientSession, server: Any, version: str) -> None:
     """What an update does to the label."""
     headers = {"Authorization": f"Bearer {server.secret}"}

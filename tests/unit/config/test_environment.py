@@ -16,6 +16,7 @@ SET_BY_US = {
     "HYDRA_FULL_ERROR",
     "LD_BIND_NOW",
     "PYTHONUTF8",
+    "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_WORKER_MULTIPROC_METHOD",
 } | {
     "PIPELINERL_NO_API_KEY"  # named to another library, and never set
