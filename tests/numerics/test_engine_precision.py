@@ -1,12 +1,9 @@
 """bfloat16 narrows the model, never the constants of the loss."""
 
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
@@ -24,15 +21,6 @@ CPU = torch.device("cpu")
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback"}
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next")
 SLOW_MIXTURES = ("jamba", "nemotron_h")
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    hook = sys.excepthook  # which torch replaces
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    sys.excepthook = hook
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

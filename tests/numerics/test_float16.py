@@ -1,12 +1,9 @@
 """float16: gradients are scaled before they are rounded, and a step whose gradient overflows changes no weight."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.synthetic_batches import make_samples, pack
@@ -27,15 +24,6 @@ from tests.models import make_qwen2
 CPU = torch.device("cpu")
 RULES = BatchRules(vocab_size=64, max_lag_steps=None, layout="packed", tokens_per_attention_unit=0)
 RECORD = pack(make_samples(0, 4, vocab_size=64, lengths=(5, 9)), [range(4)])[0]
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    hook = sys.excepthook  # which torch replaces
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    sys.excepthook = hook
 
 
 def make_engine(name: str, dtype: str = "float16") -> Engine:

@@ -1,5 +1,7 @@
 """The gradient with every common prefix computed once is that of segments that are computed whole."""
 
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 import pytest
@@ -87,6 +89,15 @@ def norm_in_float64(self: Qwen2RMSNorm, states: Tensor) -> Tensor:
     return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+def random_records(number: int) -> Iterator[tuple[int, np.random.Generator, MicroBatch]]:
+    """(seed, its generator, record) of random trees with a trained token."""
+    for seed in range(number):
+        rng = np.random.default_rng(seed)
+        record = make_record(draw_tree(rng), rng)
+        if record.num_tokens:
+            yield seed, rng, record
+
+
 @pytest.mark.parametrize(
     ("dtype", "norms", "tolerance"),
     [(torch.float64, "float64", 1e-12), (torch.float64, "float32", 1e-6), (torch.float32, "float32", 1e-4)],
@@ -100,11 +111,7 @@ def test_gradient_of_random_trees_is_that_of_whole_segments(
     lm = make_qwen2(VOCAB, initializer_range=0.2, attn_implementation=PACKED).to(dtype).train()
     policy = Policy(lm, chunk=5)
     saved = 0
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        record = make_record(draw_tree(rng), rng)
-        if not record.num_tokens:
-            continue
+    for seed, _, record in random_records(200):
         saved += len(record.token_ids) - shared_layout(record).grid[1]
         expected = gradients(policy, record, shared=False, dtype=dtype)
         assert relative(gradients(policy, record, shared=True, dtype=dtype), expected) <= tolerance, seed
@@ -125,11 +132,7 @@ def test_gradient_with_generalised_advantages_is_that_of_whole_segments(monkeypa
     torch.nn.init.normal_(policy.value_head.weight, std=0.3)
     settings = LossSettings(policy_loss=f"{__name__}.loss_of_gae")
     ends_inside = 0
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        record = make_record(draw_tree(rng), rng)
-        if not record.num_tokens:
-            continue
+    for seed, rng, record in random_records(60):
         record = msgspec.structs.replace(record, cut=rng.random(len(record.segment_lengths)) < 0.5)
         layout = shared_layout(record)
         ends = to_batch(record, check_record(record, VOCAB, 2), layout=layout).ends_S
