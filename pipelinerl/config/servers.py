@@ -210,8 +210,8 @@ def probe_tolerance(config: Config) -> float:
     return FLOAT32_TOLERANCE if in_float32 else HALF_TOLERANCE
 
 
-def devices_per_server(config: Config) -> int:
-    """Tensor-parallel × pipeline-parallel size."""
+def parallel_sizes(config: Config) -> tuple[int, int]:
+    """Tensor-parallel and pipeline-parallel size of a server."""
     options = config.vllm_config.vllm_kwargs
     sizes = [str(options.get(key) or 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
     if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
@@ -219,7 +219,13 @@ def devices_per_server(config: Config) -> int:
             f"`vllm_config.vllm_kwargs`: tensor × pipeline parallel size is {' × '.join(sizes)}: both must be whole "
             "numbers of at least 1"
         )
-    return int(sizes[0]) * int(sizes[1])
+    return int(sizes[0]), int(sizes[1])
+
+
+def devices_per_server(config: Config) -> int:
+    """Tensor-parallel × pipeline-parallel size."""
+    tensor, pipeline = parallel_sizes(config)
+    return tensor * pipeline
 
 
 def devices_per_node(config: Config, nodes: int) -> int:

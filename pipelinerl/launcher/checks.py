@@ -26,7 +26,13 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, MUON, check_ranks, engine_of, traits_of
 from pipelinerl.config.environment import checked_variables
 from pipelinerl.config.origin import data_file
-from pipelinerl.config.servers import EXPERT_KERNELS, EXPERT_PARALLEL, SWAPPED_KERNELS, requests_per_worker
+from pipelinerl.config.servers import (
+    EXPERT_KERNELS,
+    EXPERT_PARALLEL,
+    SWAPPED_KERNELS,
+    parallel_sizes,
+    requests_per_worker,
+)
 from pipelinerl.config.variables import with_values
 from pipelinerl.config.versions import unsupported
 from pipelinerl.domains.sandbox.choice import ENDPOINT_VARIABLE
@@ -187,7 +193,7 @@ def wandb_key(plan: RunPlan) -> list[str]:
 def server_arguments(plan: RunPlan) -> None:
     """Refuse options that the run sets, and more GPUs in a server than vLLM divides the heads among."""
     config, shape = plan.config, find_model_shape(plan.config.model_path)
-    ranks = int(config.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
+    ranks, _ = parallel_sizes(config)
     if shape is not None and shape.heads % ranks and not config.debug.existing_llms:
         raise ConfigError(
             f"`vllm_config.vllm_kwargs.tensor-parallel-size` is {ranks}, which does not divide the {shape.heads} "
@@ -268,7 +274,7 @@ def experts(plan: RunPlan) -> list[str]:
                 f"keep experts as they are sent: with others each worker holds a whole version, "
                 f"{version / GIB:.0f} GiB, of which {WHOLE_BYTES / GIB:.0f} are allowed; remove it"
             )
-    if parallel and int(options.get("tensor-parallel-size") or 1) == 1:
+    if parallel and parallel_sizes(config)[0] == 1:
         return [f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL} has no effect with tensor-parallel-size=1"]
     return []
 

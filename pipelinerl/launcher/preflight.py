@@ -36,7 +36,7 @@ PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rope whose frequencies depend on no length."""
 MIXED_TYPES = ("minimax",)
-"""Model types that multiply by float32 constants, which autocast narrows and fsdp2's bfloat16 does not."""
+"""Model types that multiply by float32 constants, which autocast narrows and fsdp2's half precision does not."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

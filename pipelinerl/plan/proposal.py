@@ -12,7 +12,7 @@ import msgspec
 from pipelinerl.config.engine import check_ranks
 from pipelinerl.config.rules import check_rules
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, side_models
+from pipelinerl.config.servers import devices_per_server, parallel_sizes, side_models
 from pipelinerl.errors import ConfigError, WorldError
 from pipelinerl.plan.memory import (
     NEARLY_FULL,
@@ -120,7 +120,7 @@ def _splits(cfg: Config, target: Target) -> Iterator[Changes]:
     world = _mapped(cfg, target)
     if world is None:
         return
-    devices, now = _devices(target), int(cfg.vllm_config.vllm_kwargs.get("tensor-parallel-size") or 1)
+    devices, (now, _) = _devices(target), parallel_sizes(cfg)
     servers, sides = len(world.get("actor_llm")), len(world.get("preprocessor_llm"))
     for factor in SIZES:
         parallel, size = int(now * factor), int(devices_per_server(cfg) * factor)

@@ -248,7 +248,7 @@ def engine_memory(cfg: Config, ranks: int) -> EngineMemory:
 
 
 def narrowed_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes that `ddp` and `fsdp2` save on a frozen base, whose layers they hold in bfloat16."""
+    """Bytes that `ddp` and `fsdp2` save on a frozen base, whose layers they hold in half precision."""
     is_narrowed = cfg.finetune.lora.enabled and cfg.finetune.dtype != "float32"
     return 2 * (shape.parameters - embedding_parameters(shape)) if is_narrowed else 0
 

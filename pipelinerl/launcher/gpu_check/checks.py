@@ -24,7 +24,7 @@ from pipelinerl.launcher.logs import last_error_line
 from pipelinerl.launcher.processes import describe_exit
 from pipelinerl.launcher.trial import TrialError, TrialTimeoutError, run_trial
 from pipelinerl.plan.memory import trainer_items, utilization, with_choices
-from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.speed import GPUS, find_gpu, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
 
@@ -195,12 +195,18 @@ def words_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     return experiment("words", machine, folder / "run", options, limit_s, {}, "words")
 
 
+def served_model(machine: Machine, folder: Path, limit_s: float) -> tuple[Path, ModelShape | None, str]:
+    """The given model or the one with random weights, its shape, and why there is none (empty: there is)."""
+    if not machine.model:
+        path, problem = trial_model(machine, folder, limit_s)
+        return path, machine.shape, problem
+    shape = find_model_shape(machine.model)
+    return Path(machine.model), shape, "" if shape else f"{machine.model} has no config.json of a known form"
+
+
 def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     """A run that trains the entropy bonus alone: random weights with answers of one length, or the given model."""
-    model, problem = (Path(machine.model), "") if machine.model else trial_model(machine, folder, limit_s)
-    shape = find_model_shape(machine.model) if machine.model else machine.shape
-    if shape is None:
-        problem = f"{machine.model} has no config.json of a known form"
+    model, shape, problem = served_model(machine, folder, limit_s)
     if problem or shape is None:
         return {"problem": f"no model to serve: {problem}"}
     length, rollouts = (16, 32) if machine.is_rehearsal else (512, 256)

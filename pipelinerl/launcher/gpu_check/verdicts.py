@@ -24,8 +24,6 @@ SLOW_PAUSE = 2.0
 """Measured over planned pause above which a verdict is `slow`."""
 LEARNING_STEPS = 160
 """Optimizer steps after which the quickstart has learned."""
-
-
 WORDS_STEPS = 60
 """Optimizer steps of `words` after which its recorded seeds had gained .28 of reward and more, beyond `LEAST_GAIN`."""
 
