@@ -72,6 +72,11 @@ def blocked_s(times: LoopTimes) -> float:
     return times.pause_s - times.delay_s - stopped_s
 
 
+def busy_s(times: LoopTimes, process_s: float) -> float:
+    """Seconds since the last tick in which the process computed (``process_s``, all cores) or the loop was blocked."""
+    return min(TICK_S + times.pause_s, max(process_s, blocked_s(times)))  # threads may have computed on other cores
+
+
 class LoopWatchdog:
     """Measures the pauses of the running event loop from ``start`` to ``stop``. Both are called in it.
 
@@ -93,6 +98,8 @@ class LoopWatchdog:
         self._domain_of, self._run_delay_s = domain_of, run_delay_s or read_run_delay_s
         self.blocked: dict[str, Blocked] = {}
         """Domain → its pauses that were long."""
+        self.busy_s = 0.0
+        """Since the start, as of the function of this name."""
         self._unlogged: defaultdict[str, list[float]] = defaultdict(list)
         self._logged_at: dict[str, float] = {}
         self._seen: Counter[LoopStack] = Counter()
@@ -112,7 +119,7 @@ class LoopWatchdog:
         self._timer.cancel()
 
     def _note_times(self) -> None:
-        self._beat, self._cpu_s = time.monotonic(), time.thread_time()
+        self._beat, self._cpu_s, self._process_s = time.monotonic(), time.thread_time(), time.process_time()
         self._delay_s, self._late_s = self._run_delay_s(self._native_id), 0.0
 
     def _tick(self) -> None:
@@ -123,6 +130,7 @@ class LoopWatchdog:
             delay_s=self._run_delay_s(self._native_id) - self._delay_s,
             late_s=self._late_s + self._lateness(now),
         )
+        self.busy_s += busy_s(times, time.process_time() - self._process_s)
         seen, self._seen = self._seen, Counter()
         self._note_times()
         if (seconds := blocked_s(times)) > BLOCKED_S:

@@ -173,6 +173,7 @@ async def _follow(
             tokens=client.followed.tokens,
             longest=client.followed.longest,
             ended=executor.ended,
+            busy_s=watchdog.busy_s,
             blocked=dict(watchdog.blocked),
         )
         if sampling != sent:

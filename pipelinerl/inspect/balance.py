@@ -22,6 +22,8 @@ from pipelinerl.world import WorldMap
 
 TOLERATED = 0.1
 """Share of its time that a side may wait in a run that counts as balanced."""
+FULL = 0.8
+"""Share of its time for which a full rollout worker is busy: what comes then waits four times as long as it takes."""
 FEWEST = 8
 """Steps, and points of the actor, from which a share has an error that means something."""
 RECENT = 128
@@ -49,12 +51,16 @@ class Balance:
     """Share of its time in which the trainer waits for data."""
     slots_held: Share
     """Share of the servers' slots that `max_lag_steps` keeps empty."""
+    workers_busy: Share
+    """Share of their time in which rollout workers compute or stand blocked. 0 ± inf: an older run does not say."""
 
     @property
-    def narrow(self) -> Literal["generation", "training", "between", None]:
+    def narrow(self) -> Literal["generation", "workers", "training", "between", None]:
         """What limits the run. None: both sides keep up with each other."""
         # Both: neither side is short of devices. The bound is too tight for such answers, or what lies between is slow.
         generation_is, training_is = self.trainer_waits.least > TOLERATED, self.slots_held.least > TOLERATED
+        if generation_is and self.workers_busy.least > FULL:
+            return "workers"
         if generation_is and training_is:
             return "between"
         return "generation" if generation_is else "training" if training_is else None
@@ -78,6 +84,9 @@ class Balance:
         match self.narrow:
             case "generation":
                 return f"{shares}generation gives {self.ratio:.2f} of what could be trained"
+            case "workers":
+                busy = f"{self.workers_busy.mean:.0%}"
+                return f"{shares}rollout workers compute or stand blocked in {busy} of their time"
             case "training":
                 return f"{shares}generation could give up to {self.ratio:.1f} × what is trained"
             case "between":
@@ -104,6 +113,8 @@ class Divisions:
     max_lag_steps: int
     max_rollouts: int | Literal["auto"]
     """`actor.llm_max_rollouts`"""
+    rollout_workers: int
+    """`actor.rollout_workers`"""
 
 
 def share_of(parts: Sequence[float], wholes: Sequence[float]) -> Share:
@@ -122,12 +133,20 @@ def balance_of(series: Series) -> Balance | None:
     waits, works, pushes, times = (column[filling:][-RECENT:] for column in columns)
     if len(waits) < FEWEST:
         return None
-    _, shares, at = series.of(ActorMetric.SLOTS_HELD, TIME)
-    inside = [share for share, when in zip(shares, at, strict=True) if times[0] <= when <= times[-1]]
-    if len(inside) < FEWEST:
+
+    def inside(metric: ActorMetric) -> list[float]:
+        _, shares, at = series.of(metric, TIME)
+        return [share for share, when in zip(shares, at, strict=True) if times[0] <= when <= times[-1]]
+
+    held, busy = inside(ActorMetric.SLOTS_HELD), inside(ActorMetric.WORKERS_BUSY)
+    if len(held) < FEWEST:
         return None
     wholes = [sum(parts) for parts in zip(waits, works, pushes, strict=True)]
-    return Balance(trainer_waits=share_of(waits, wholes), slots_held=share_of(inside, [1.0] * len(inside)))
+    return Balance(
+        trainer_waits=share_of(waits, wholes),
+        slots_held=share_of(held, [1.0] * len(held)),
+        workers_busy=share_of(busy, [1.0] * len(busy)),
+    )
 
 
 def better_split(balance: Balance, splits: Divisions) -> tuple[Division, float] | None:
@@ -163,6 +182,7 @@ def splits_of(cfg: Config, world: WorldMap) -> Divisions | None:
         others=tuple(_others(cfg, world, own, scoring)),
         max_lag_steps=cfg.max_lag_steps,
         max_rollouts=cfg.actor.llm_max_rollouts,
+        rollout_workers=cfg.actor.rollout_workers,
     )
 
 
@@ -211,6 +231,11 @@ def advice(balance: Balance, splits: Divisions, cheaper: str) -> str:
             f"Raise max_lag_steps (it is {splits.max_lag_steps}); if lag is far below it, `pipelinerl timeline RUN` "
             "shows who else is slow: preprocessor, judge, weight updates"
         )
+    if balance.narrow == "workers":
+        return (
+            f"Raise actor.rollout_workers (it is {splits.rollout_workers}) where CPU cores are free, or make the "
+            "domain cheaper: wait in a thread, compute in a process of its own"
+        )
     found = better_split(balance, splits)
     words = (
         "No other split of these devices is certainly faster"
@@ -219,10 +244,7 @@ def advice(balance: Balance, splits: Divisions, cheaper: str) -> str:
     )
     if balance.narrow == "generation" and splits.max_rollouts != "auto":
         also = "You could" if found is None else "You could also"
-        return (
-            f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts}); where a rollout worker uses "
-            "a whole core, raise actor.rollout_workers or make the domain cheaper instead"
-        )
+        return f"{words}. {also} raise actor.llm_max_rollouts (it is {splits.max_rollouts})"
     if balance.narrow == "training":
         return f"{words}. A step is cheaper with {cheaper}"
     return words

@@ -112,6 +112,12 @@ class ActorMetric(Metric):
         "of the rollouts that servers could have had under way since the previous point, which max_lag_steps kept "
         "from starting",
     )
+    WORKERS_BUSY = (
+        "workers_busy",
+        "share",
+        "of the time since the previous point in which a rollout worker computed, or code blocked its event loop, mean "
+        "over workers",
+    )
     VERSIONS_IN_ONE_ROLLOUT_MAX = (
         "versions_in_one_rollout_max",
         "versions",

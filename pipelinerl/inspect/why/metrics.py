@@ -394,11 +394,19 @@ def groups_without_signal(run: Evidence) -> Iterable[Finding]:
         yield Finding(Level.OUTCOME, "groups always solved", text, HARDER, step=seen.since)
 
 
+TITLES = {
+    "generation": "trainer waits",
+    "workers": "rollout workers are full",
+    "training": "servers wait",
+    "between": "both wait",
+}
+
+
 def unbalanced(run: Evidence) -> Iterable[Finding]:
     """Generation and training do not keep up with each other."""
     balance = balance_of(run.series)
     if run.splits is not None and balance is not None and balance.narrow is not None:
-        title = {"generation": "trainer waits", "training": "servers wait", "between": "both wait"}[balance.narrow]
+        title = TITLES[balance.narrow]
         yield Finding(Level.SLOW, title, balance.text, advice(balance, run.splits, cheaper_steps(run.cfg, run.series)))
 
 

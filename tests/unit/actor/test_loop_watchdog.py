@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.actor import loop_watchdog
-from pipelinerl.actor.loop_watchdog import PACKAGE, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s
+from pipelinerl.actor.loop_watchdog import PACKAGE, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s, busy_s
 from pipelinerl.actor.messages import Blocked, Sampling
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.inspect.finding import found
@@ -66,6 +66,7 @@ async def test_probe_names_domain_line_and_cure_of_a_block(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "pipelinerl.actor.loop_watchdog"):
         await watched(watchdog, sleepy_rollout())
     assert watchdog.blocked["math"].seconds > LIMIT_S
+    assert watchdog.busy_s >= watchdog.blocked["math"].seconds
     assert (
         watchdog.blocked["math"].where == f"{__file__}:{sleepy_rollout.__code__.co_firstlineno + 1} in sleepy_rollout"
     )
@@ -201,6 +202,24 @@ def test_block_is_the_pause_less_the_time_in_which_nothing_ran(
 ) -> None:
     times = LoopTimes(pause_s=pause_s, cpu_s=cpu_s, delay_s=delay_s, late_s=late_s)
     assert blocked_s(times) == pytest.approx(blocked, abs=1e-9), case
+
+
+@pytest.mark.parametrize(
+    ("case", "pause_s", "delay_s", "process_s", "busy"),
+    [
+        ("waits for servers", 0.0, 0.0, 0.02, 0.02),
+        ("many short steps fill the loop", 0.01, 0.0, 0.11, 0.11),
+        ("sleeps in the loop, too short to be reported", 0.3, 0.0, 0.0, 0.3),
+        ("threads compute on three cores", 0.0, 0.0, 0.3, 0.1),
+        ("has a CPU for a quarter of the time", 0.3, 0.3, 0.1, 0.1),
+    ],
+)
+def test_busy_is_what_the_process_computed_or_the_loop_was_blocked_for(
+    case: str, pause_s: float, delay_s: float, process_s: float, busy: float
+) -> None:
+    """A tick is 0.1 s and the pause."""
+    times = LoopTimes(pause_s=pause_s, cpu_s=0.0, delay_s=delay_s, late_s=0.0)
+    assert busy_s(times, process_s) == pytest.approx(busy, abs=1e-9), case
 
 
 async def test_probe_says_nothing_of_a_rollout_that_waits() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,13 @@ def steps(wait_s: list[float], step_s: float = 1.0) -> list[dict]:
     ]
 
 
-def actor(held: list[float]) -> list[dict]:
-    return [{"step": i, "time": float(i), "slots_held": share} for i, share in enumerate(held)]
+def actor(held: list[float], busy: float | None = None) -> list[dict]:
+    more = {} if busy is None else {"workers_busy": busy}
+    return [{"step": i, "time": float(i), "slots_held": share, **more} for i, share in enumerate(held)]
 
 
-def certain(waits: float, held: float) -> Balance:
-    return Balance(trainer_waits=Share(waits, 0.0), slots_held=Share(held, 0.0))
+def certain(waits: float, held: float, busy: float = 0.0) -> Balance:
+    return Balance(trainer_waits=Share(waits, 0.0), slots_held=Share(held, 0.0), workers_busy=Share(busy, 0.0))
 
 
 def world(devices: int, *overrides: str, cores: int = 0) -> Divisions | None:
@@ -90,16 +92,36 @@ def test_balance_is_of_the_newest_128_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "held", "narrow"),
+    ("waits", "held", "busy", "narrow"),
     [
-        (0.05, 0.05, None),
-        (0.41, 0.05, "generation"),
-        (0.05, 0.41, "training"),
-        (0.41, 0.41, "between"),
+        (0.05, 0.05, 0.0, None),
+        (0.41, 0.05, 0.79, "generation"),
+        (0.05, 0.41, 0.0, "training"),
+        (0.41, 0.41, 0.79, "between"),
+        (0.41, 0.05, 0.81, "workers"),
+        (0.41, 0.41, 0.81, "workers"),
+        (0.05, 0.05, 1.0, None),
+        (0.05, 0.41, 1.0, "training"),
     ],
 )
-def test_narrow_side_is_the_one_that_the_other_waits_for(waits: float, held: float, narrow: str | None) -> None:
-    assert certain(waits, held).narrow == narrow
+def test_narrow_side_is_the_one_that_the_other_waits_for(
+    waits: float, held: float, busy: float, narrow: str | None
+) -> None:
+    assert certain(waits, held, busy).narrow == narrow
+
+
+def test_workers_are_full_only_for_certain_and_where_the_run_says_so() -> None:
+    """Half of the points say .7, half 1.0: .85 ± .15 / √11 at twelve points, so at least .67 at four errors."""
+    waiting, calm = steps([1.0] * 16), [0.0] * 16
+    points = actor(calm, 1.0)
+    for point in points[::2]:
+        point["workers_busy"] = 0.7
+    doubtful = balance_of(Series(finetune=waiting, actor=points))
+    assert doubtful is not None
+    assert doubtful.workers_busy == (pytest.approx(0.85), pytest.approx(0.15 / math.sqrt(11)))
+    older = balance_of(Series(finetune=waiting, actor=actor(calm)))
+    assert older is not None
+    assert (doubtful.narrow, older.narrow) == ("generation", "generation")
 
 
 def test_narrow_nothing_is_said_of_what_may_be_noise() -> None:
@@ -130,7 +152,7 @@ def test_better_split_moves_a_device_to_the_narrow_side() -> None:
 
 def test_better_split_must_be_certainly_faster() -> None:
     """At 4 errors less the trainer waits for 0.14 of its time, and 3 of 4 devices could not keep up."""
-    doubtful = Balance(trainer_waits=Share(0.5, 0.09), slots_held=Share(0.0, 0.0))
+    doubtful = replace(certain(0.5, 0.0), trainer_waits=Share(0.5, 0.09))
     splits = world(8)
     assert splits is not None
     assert doubtful.narrow == "generation"
@@ -177,26 +199,35 @@ SPLITS = Divisions(
     others=(Division(generating=5 / 8, training=3 / 8, overrides=("world.actor_fraction=5",)),),
     max_lag_steps=3,
     max_rollouts=64,
+    rollout_workers=2,
 )
 
 
 @pytest.mark.parametrize(
-    ("wait", "held", "name", "words"),
+    ("wait", "held", "busy", "name", "words"),
     [
+        (1.0, 0.0, 0.5, "trainer waits", ("50%", "gives 0.50 of", "world.actor_fraction=5", "1.25 ×", "(it is 64)")),
         (
             1.0,
             0.0,
-            "trainer waits",
-            ("50%", "gives 0.50 of", "world.actor_fraction=5", "1.25 ×", "(it is 64)", "rollout_workers"),
+            0.9,
+            "rollout workers are full",
+            ("50%", "90%", "actor.rollout_workers (it is 2)", "domain cheaper"),
         ),
-        (0.0, 0.5, "servers wait", ("keeps 50%", "up to 2.0 ×", "No other split", "A step is cheaper with shorter")),
-        (1.0, 0.5, "both wait", ("each side waits", "max_lag_steps (it is 3)")),
+        (
+            0.0,
+            0.5,
+            0.0,
+            "servers wait",
+            ("keeps 50%", "up to 2.0 ×", "No other split", "A step is cheaper with shorter"),
+        ),
+        (1.0, 0.5, 0.0, "both wait", ("each side waits", "max_lag_steps (it is 3)")),
     ],
 )
 def test_alarm_says_by_how_much_and_what_to_set_and_is_no_cause_of_not_learning(
-    wait: float, held: float, name: str, words: tuple[str, ...]
+    wait: float, held: float, busy: float, name: str, words: tuple[str, ...]
 ) -> None:
-    run = evidence(finetune=steps([wait] * 20), actor=actor([held] * 20), splits=SPLITS)
+    run = evidence(finetune=steps([wait] * 20), actor=actor([held] * 20, busy), splits=SPLITS)
     (alarm,) = found(METRICS, run)
     assert (alarm.title, alarm.step) == (name, None)
     assert [word for word in words if word not in alarm.line()] == [], alarm.line()
