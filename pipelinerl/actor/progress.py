@@ -231,7 +231,7 @@ def load_snapshot(folder: Path) -> ActorSnapshot | None:
         return msgspec.msgpack.decode(path.read_bytes(), type=ActorSnapshot)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (OSError, ValueError) as error:
         raise CorruptStreamError(f"{path} is damaged ({error})") from error
 
 

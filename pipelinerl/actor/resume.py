@@ -3,8 +3,6 @@
 import logging
 from pathlib import Path
 
-import msgspec
-
 from pipelinerl.actor.progress import TopicJournal, load_snapshot
 from pipelinerl.errors import StreamError
 from pipelinerl.membership.role import RoleContext
@@ -12,7 +10,7 @@ from pipelinerl.records import ActorRecord, DataOrder, EvaluationDone, OrderResu
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import TopicWriter
-from pipelinerl.streams.epoch import EVALUATIONS_FILE, lost_folder, read_epoch
+from pipelinerl.streams.epoch import EVALUATIONS_FILE, lost_folder, read_epoch, read_lost
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +95,5 @@ def removed_problems(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str
 
 def earlier_evaluations(lost: Path, step: int) -> list[EvaluationDone]:
     """Returns the evaluation results of the ended stream epoch, up to version ``step``. Later ones do not apply."""
-    try:
-        lines = (lost / EVALUATIONS_FILE).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    found = [msgspec.json.decode(line, type=EvaluationDone) for line in lines]
+    found = read_lost(lost / EVALUATIONS_FILE, EvaluationDone)
     return [evaluation for evaluation in found if evaluation.version <= step]

@@ -314,7 +314,7 @@ def read_counters(path: Path) -> Counters:
 def _read_manifest(path: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}, this version reads {FORMAT}")

@@ -273,7 +273,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
             return _json(409, {"error": "this server's weights are frozen"})
         try:
             request = _update_requests.decode(await raw.body())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             return _json(422, {"error": f"not a weight update request: {error}"})
         # Not cancelled with the connection: a hang-up is seen by polling, and a swap that began always ends.
         try:
@@ -287,7 +287,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
             return _json(409, {"error": "this server's weights are frozen"})
         try:
             request = _check_requests.decode(await raw.body())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             return _json(422, {"error": f"not a weight check request: {error}"})
         return _json(200, msgspec.to_builtins(await updates.check(request.version)))
 

@@ -3,6 +3,7 @@
 If a character is split over several tokens, the last of them has the character and the others have empty pieces.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,11 @@ def load_token_text(run_dir: Path) -> TokenText:
         files += [Path(cached)] if isinstance(cached, str) else []
     for file in files:
         if file.is_file():
-            return TokenText(Tokenizer.from_file(str(file)))
-    raise ConfigError(f"{run_dir} has no tokenizer.json: neither exports/, model/ nor the model {model_path!r} has one")
+            with contextlib.suppress(Exception):  # a damaged one: tokenizers raises nothing narrower
+                return TokenText(Tokenizer.from_file(str(file)))
+    raise ConfigError(
+        f"{run_dir} has no readable tokenizer.json: neither exports/, model/ nor the model {model_path!r} has one"
+    )
 
 
 def text_or_numbers(run_dir: Path, warn: Callable[[ConfigError], None] | None = None) -> TokenText:
@@ -225,7 +229,7 @@ def problem_fields(problem: str) -> dict[str, Any]:
     """Parse a problem's fields. A text that is no JSON object, or one too deep to show, becomes the field `problem`."""
     try:
         fields = msgspec.json.decode(problem)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         fields = problem
     if is_deeper(fields, MAX_NESTING):
         fields = problem

@@ -33,7 +33,7 @@ def read_ending(run_dir: Path) -> RunEnding | None:
     """Return how the run ended. None: it runs, is finished, or its launcher was killed."""
     try:
         return msgspec.json.decode((run_dir / ENDING_FILE).read_bytes(), type=RunEnding)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -29,7 +29,7 @@ from pipelinerl.records import (
     topics,
 )
 from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader
-from pipelinerl.streams.epoch import LEDGER_FILE, lost_folder, read_epoch
+from pipelinerl.streams.epoch import LEDGER_FILE, lost_folder, read_epoch, read_lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +205,7 @@ def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
     last = read_epoch(run_dir).number
     for number in range(1, last):
         following = run_dir if number + 1 == last else lost_folder(run_dir, number + 1)
-        path = lost_folder(run_dir, number) / LEDGER_FILE
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        entries = [msgspec.json.decode(line, type=LedgerEntry) for line in lines]
+        entries = read_lost(lost_folder(run_dir, number) / LEDGER_FILE, LedgerEntry)
         found.append((read_epoch(following).step or 0, entries))
     return found
 

@@ -94,7 +94,7 @@ def pointers(run_dir: Path) -> Iterator[tuple[str, str, int]]:
     for path in sorted(run_dir.glob("actor_*/progress.msgpack")):
         try:
             offset = int(msgspec.msgpack.decode(path.read_bytes())["offset"])
-        except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue
         yield f"{path.parent.name}'s snapshot", f"actor/{path.parent.name.removeprefix('actor_')}/0", offset
     number = read_epoch(run_dir).number

@@ -158,7 +158,7 @@ def decode_lease(name: str, content: bytes) -> Lease | None:
     """Decode a lease. None if the bytes are no lease of this name."""
     try:
         lease = msgspec.json.decode(content, type=Lease)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         return None
     return lease if lease.name == name else None
 

@@ -58,7 +58,7 @@ class Codec(Generic[R]):
             return self._decoder.decode(payload)
         except msgspec.ValidationError as error:
             raise StreamError(f"not a record of type {_names(self._classes)}: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             raise CorruptStreamError(f"not msgpack: {error}") from error
 
 

@@ -4,12 +4,14 @@ The epoch number is stored in the run folder. The streams of an ended epoch are 
 """
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.world.disk import replace_file
 
+Kept = TypeVar("Kept")
 EPOCH_FILE = "stream_epoch.json"
 LOST_FOLDER = "lost"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -33,12 +35,26 @@ def read_epoch(run_dir: Path) -> StreamEpoch:
         return msgspec.json.decode(path.read_bytes(), type=StreamEpoch)
     except FileNotFoundError:
         return StreamEpoch()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise StreamError(f"{path} cannot be read: {error}; delete it and start with resume=checkpoint") from error
 
 
 def write_epoch(run_dir: Path, epoch: StreamEpoch) -> None:
     replace_file(run_dir / EPOCH_FILE, msgspec.json.encode(epoch), mode=0o600, sync=True)
+
+
+def read_lost(path: Path, kind: type[Kept]) -> list[Kept]:
+    """Returns what an ended epoch's file holds, a line each. Empty if there is none.
+
+    Raises:
+        CorruptStreamError: a line is damaged.
+    """
+    try:
+        return [msgspec.json.decode(line, type=kind) for line in path.read_bytes().splitlines()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CorruptStreamError(f"{path} is damaged ({error}); without this file the run goes on") from error
 
 
 def lost_folder(run_dir: Path, number: int) -> Path:

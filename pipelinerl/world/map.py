@@ -200,7 +200,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             raise WorldError(f"{path} does not exist: the launcher writes it before it starts a role") from None
-        except msgspec.DecodeError as error:
+        except (OSError, ValueError) as error:
             raise WorldError(f"{path} is not a world map: {error}") from error
 
 

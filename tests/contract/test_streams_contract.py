@@ -302,9 +302,10 @@ def test_writer_that_is_gone_leaves_no_lock_with_its_forked_children(spec: Singl
 def test_files_position_that_is_not_a_number_is_an_error(spec: SingleStreamSpec):
     set_streams_backend("files")
     open_reader(spec, Note, name="r").close()
-    (spec.path / "readers" / "r").write_text("")
-    with pytest.raises(CorruptStreamError, match="is not a position"):
-        open_reader(spec, Note, name="r")
+    for content in (b"", b"4\xff"):
+        (spec.path / "readers" / "r").write_bytes(content)
+        with pytest.raises(CorruptStreamError, match="is not a position"):
+            open_reader(spec, Note, name="r")
 
 
 @pytest.mark.parametrize("topic", ["trainer", "preprocessor", "actor_test"])

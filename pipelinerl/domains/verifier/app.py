@@ -52,7 +52,7 @@ class BoundedBody:
 def decode_request(decoder: Any, body: bytes) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(422, f"not a valid request: {error}") from error
 
 

@@ -65,7 +65,7 @@ def in_file(path: Path) -> Iterator[SpanBatch]:
     decoder = msgspec.json.Decoder(SpanBatch)
     with open(path, "rb") as file:
         for line in file:
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(ValueError):
                 yield decoder.decode(line)
 
 

@@ -38,7 +38,7 @@ def reader_positions(folder: Path) -> dict[str, int]:
 
 def read_position(path: Path) -> int | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
     if not text.strip().isdecimal():

@@ -119,7 +119,7 @@ def unsealed(content: bytes, secret: str) -> StoreManifest:
         raise StoreError(f"{NAME} ({len(content)} bytes) is not signed with this run's secret")
     try:
         return msgspec.json.decode(body, type=StoreManifest)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise StoreError(f"{NAME} is malformed: {error}") from error
 
 
@@ -131,7 +131,7 @@ def decode_layout(content: bytes) -> tuple[ParamSpec, ...]:
     """Raises ``StoreError`` if this is no list of parameters."""
     try:
         return msgspec.json.decode(content, type=tuple[ParamSpec, ...])
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise StoreError(f"the list of parameters is malformed: {error}") from error
 
 

@@ -54,7 +54,7 @@ def read_version(body: bytes) -> str:
     """Returns the weight label of a scored answer. Empty if the answer names none or several."""
     try:
         labels = {label.version for choice in _labels.decode(body).choices for label in choice.weight_versions}
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise TransportError(f"not an answer with weight versions: {error}") from error
     return labels.pop() if len(labels) == 1 else ""
 
@@ -67,7 +67,7 @@ def read_scores(body: bytes, token_ids: Sequence[int] | np.ndarray) -> np.ndarra
     """
     try:
         rows = _scores.decode(body).prompt_logprobs
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise TransportError(f"not an answer with prompt log-probabilities: {error}") from error
     if len(rows) != len(token_ids):
         raise TransportError(f"{len(token_ids)} tokens were sent, {len(rows)} were scored")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
-from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.actor.progress import SNAPSHOT_FILE, ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import CorruptStreamError, DomainError
 from pipelinerl.records import GroupDropped, RolloutGroup
 from tests.actor_stage import ended_group
@@ -122,6 +122,9 @@ def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -
 
 
 def test_damaged_snapshot_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "progress.msgpack").write_bytes(b"\x81\xa1")
-    with pytest.raises(CorruptStreamError, match="is damaged"):
-        load_snapshot(tmp_path)
+    save_snapshot(tmp_path, ActorProgress({"math": source(3)}).snapshot(offset=0))
+    path = tmp_path / SNAPSHOT_FILE
+    for content in (b"\x81\xa1", path.read_bytes().replace(b"math", b"m\xffth")):
+        path.write_bytes(content)
+        with pytest.raises(CorruptStreamError, match="is damaged"):
+            load_snapshot(tmp_path)

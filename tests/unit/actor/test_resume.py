@@ -10,6 +10,7 @@ import pytest
 from pipelinerl.actor.problems import Place, ProblemSource
 from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.actor.resume import earlier_evaluations, order_resumed
+from pipelinerl.errors import CorruptStreamError
 from pipelinerl.records import DataOrder, EvaluationDone, GroupDropped, TrainingResumed
 from pipelinerl.records.order import DomainOrder, OrderFold
 from pipelinerl.streams.epoch import EVALUATIONS_FILE
@@ -118,3 +119,8 @@ def test_evaluations_of_steps_that_are_taken_back_are_not_taken_over(tmp_path: P
     results = [EvaluationDone(version=v, success=0.1 * v, reward=0, num_rollouts=4, metrics={}) for v in (0, 4, 8)]
     (tmp_path / EVALUATIONS_FILE).write_bytes(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
     assert earlier_evaluations(tmp_path, 4) == results[:2]
+    path = tmp_path / EVALUATIONS_FILE
+    for content in (path.read_bytes()[:-9], path.read_bytes().replace(b"metrics", b"metr\xffcs")):
+        path.write_bytes(content)
+        with pytest.raises(CorruptStreamError, match=r"evaluations\.jsonl is damaged"):
+            earlier_evaluations(tmp_path, 4)

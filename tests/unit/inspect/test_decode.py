@@ -1,12 +1,16 @@
 """Tokens as text: pieces add up to the text, characters of several tokens stay whole, templates become messages."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.decode import (
     TokenText,
+    load_token_text,
     messages_in,
     pieces_of,
     problem_fields,
@@ -134,6 +138,16 @@ def test_problem_fields_of_cut_json_are_the_text() -> None:
 )
 def test_problem_that_cannot_be_shown_by_its_fields_is_its_text(problem: str) -> None:
     assert problem_fields(problem) == {"problem": problem}
+
+
+def test_damaged_tokenizer_of_the_newest_export_gives_way_to_the_models(tmp_path: Path) -> None:
+    for folder, content in (("exports/step_8", ""), ("model", make_tokenizer().to_str())):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "tokenizer.json").write_text(content)
+    assert load_token_text(tmp_path).text(make_tokenizer().encode("abc").ids) == "abc"
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"no readable tokenizer\.json"):
+        load_token_text(tmp_path)
 
 
 def test_text_at_once_is_the_pieces_joined() -> None:

@@ -191,9 +191,12 @@ def test_missing_or_damaged_map_is_named(tmp_path):
     with pytest.raises(WorldError, match=r"world\.json does not exist"):
         WorldMap.load(tmp_path)
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "world.json").write_text('{"jobs": 3}')
-    with pytest.raises(WorldError, match="is not a world map"):
-        WorldMap.load(tmp_path)
+    map_world(make_config(), two_nodes(), check=False).save(tmp_path)
+    path = tmp_path / "conf" / "world.json"
+    for content in (b'{"jobs": 3}', path.read_bytes().replace(b"actor", b"act\xffr")):
+        path.write_bytes(content)
+        with pytest.raises(WorldError, match="is not a world map"):
+            WorldMap.load(tmp_path)
 
 
 def test_unknown_job_is_refused_with_the_known_names():

@@ -49,8 +49,9 @@ def test_version_of_a_scored_answer_is_that_of_its_one_token() -> None:
 
     assert read_version(body("7")) == "7"
     assert read_version(body("7", "8")) == ""
-    with pytest.raises(TransportError, match="weight versions"):
-        read_version(b"{}")
+    for content in (b"{}", body("7").replace(b"7", b"\xff")):
+        with pytest.raises(TransportError, match="weight versions"):
+            read_version(content)
 
 
 def answer(*rows: dict[str, dict[str, float]] | None) -> bytes:
