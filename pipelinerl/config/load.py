@@ -189,6 +189,9 @@ def suggestion(key: str) -> str:
     return f"; did you mean `{nearest}`?" if nearest else f"; `--cfg job` prints all keys{own}"
 
 
+DAMAGED = "restore it, or start over with force_restart=true"
+
+
 def load_run_dictconfig(run_dir: Path | str) -> DictConfig:
     """The resolved configuration of a run folder, as the domain's rollout function receives it.
 
@@ -205,7 +208,7 @@ def _run_container(run_dir: Path) -> dict[str, Any]:
     try:
         container = _read_container(path)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; {DAMAGED}") from error
     references(container)  # from here on no log of this process shows their values
     if (run_dir / RUN_ADDRESS).is_file():
         return container  # of a run elsewhere: the paths are those of its launcher
@@ -217,7 +220,7 @@ def _read_container(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     container = yaml.load(text, _yaml_loader())
     if not isinstance(container, dict):
-        raise ConfigError(f"{path} is not the configuration of a run: it must hold a mapping of keys")
+        raise ConfigError(f"{path} is not the configuration of a run: it must hold a mapping of keys; {DAMAGED}")
     if "${" in text or MISSING in text:
         return to_container(OmegaConf.create(container))
     container.pop("hydra", None)

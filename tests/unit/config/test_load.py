@@ -210,7 +210,7 @@ def test_damaged_configuration_of_a_run_is_refused_with_its_file(tmp_path: Path,
     path = tmp_path / "conf" / "config.yaml"
     path.parent.mkdir()
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match=says(str(path))):
+    with pytest.raises(ConfigError, match=says(str(path), "force_restart=true")):
         load_run(tmp_path)
 
 
