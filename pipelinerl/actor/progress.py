@@ -18,6 +18,7 @@ from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.records import ActorRecord, BatchUnit, OrderResumed, ProblemHistory, RolloutGroup, outcome_of
 from pipelinerl.records.order import DomainOrder
 from pipelinerl.streams import TopicReader, TopicWriter, open_reader
+from pipelinerl.streams.frames import header, parse_frame
 from pipelinerl.world.disk import make_folder, replace_file
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 SAVE_EVERY_S = 5.0
 """After a crash the records of this time are read again. Each save waits for the disk."""
 SNAPSHOT_FILE = "progress.msgpack"
+"""One frame, as a record has it: a byte that changed would have groups published twice."""
 
 
 class DomainSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,10 +218,10 @@ class ActorProgress:
 
 def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
     """Replaces the snapshot atomically. Raises ``StreamError`` if it cannot be written."""
-    path = folder / SNAPSHOT_FILE
+    path, payload = folder / SNAPSHOT_FILE, msgspec.msgpack.encode(snapshot)
     try:
         make_folder(folder)
-        replace_file(path, msgspec.msgpack.encode(snapshot), mode=0o600, sync=True)
+        replace_file(path, header(0, payload) + payload, mode=0o600, sync=True)
     except OSError as error:
         raise StreamError(f"{path} cannot be written: {error}") from error
 
@@ -228,10 +230,13 @@ def load_snapshot(folder: Path) -> ActorSnapshot | None:
     """Loads the newest snapshot. Returns None if there is none. Raises ``CorruptStreamError`` if it is damaged."""
     path = folder / SNAPSHOT_FILE
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=ActorSnapshot)
+        frame = parse_frame(path.read_bytes(), 0, 0)
+        if frame is None:
+            raise CorruptStreamError("it is cut")
+        return msgspec.msgpack.decode(frame.payload, type=ActorSnapshot)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CorruptStreamError) as error:
         raise CorruptStreamError(f"{path} is damaged ({error})") from error
 
 

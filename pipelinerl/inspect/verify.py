@@ -16,6 +16,7 @@ from pipelinerl.errors import CorruptStreamError
 from pipelinerl.streams.api import get_streams_backend
 from pipelinerl.streams.base import RETENTION, StreamStats
 from pipelinerl.streams.epoch import read_epoch
+from pipelinerl.streams.frames import parse_frame
 from pipelinerl.streams.spec import SingleStreamSpec
 
 
@@ -93,8 +94,9 @@ def pointers(run_dir: Path) -> Iterator[tuple[str, str, int]]:
     """Yield (owner, stream, record) of each snapshot and checkpoint that continues at a record of the present epoch."""
     for path in sorted(run_dir.glob("actor_*/progress.msgpack")):
         try:
-            offset = int(msgspec.msgpack.decode(path.read_bytes())["offset"])
-        except (OSError, ValueError, KeyError, TypeError):
+            frame = parse_frame(path.read_bytes(), 0, 0)
+            offset = int(msgspec.msgpack.decode(frame.payload if frame else b"")["offset"])
+        except (OSError, ValueError, KeyError, TypeError, CorruptStreamError):
             continue
         yield f"{path.parent.name}'s snapshot", f"actor/{path.parent.name.removeprefix('actor_')}/0", offset
     number = read_epoch(run_dir).number

@@ -124,7 +124,9 @@ def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -
 def test_damaged_snapshot_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     save_snapshot(tmp_path, ActorProgress({"math": source(3)}).snapshot(offset=0))
     path = tmp_path / SNAPSHOT_FILE
-    for content in (b"\x81\xa1", path.read_bytes().replace(b"math", b"m\xffth")):
+    whole = path.read_bytes()
+    flipped = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(len(whole))]
+    for content in (b"", b"\x81\xa1", whole[:-1], *flipped):
         path.write_bytes(content)
         with pytest.raises(CorruptStreamError, match="is damaged"):
             load_snapshot(tmp_path)
