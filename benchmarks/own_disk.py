@@ -1,4 +1,4 @@
-"""A file system of a run's own, and filling it to the last byte."""
+"""A file system of a run's own, filling it to the last byte, and having all writes wait."""
 
 import contextlib
 import shutil
@@ -12,10 +12,17 @@ REFILL_S = 0.05
 
 
 @contextlib.contextmanager
-def own_disk(run_dir: Path) -> Iterator[None]:
-    """Puts the run folder on a file system of its own, a tmpfs of ``DISK_MB``. Needs root."""
+def own_disk(run_dir: Path, *, freezable: bool = False) -> Iterator[None]:
+    """Puts the run folder on a file system of its own of ``DISK_MB``: a tmpfs, or ext4 in a file. Needs root."""
     run_dir.mkdir(parents=True, mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=700", "tmpfs", str(run_dir)], check=True)
+    image = Path(f"{run_dir}.image")
+    if freezable:
+        with image.open("wb") as file:
+            file.truncate(DISK_MB * 2**20)
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+        subprocess.run(["mount", "-o", "loop", str(image), str(run_dir)], check=True)
+    else:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=700", "tmpfs", str(run_dir)], check=True)
     try:
         yield
     finally:
@@ -24,6 +31,16 @@ def own_disk(run_dir: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(run_dir)], check=True)
         run_dir.rmdir()
         kept.rename(run_dir)
+        image.unlink(missing_ok=True)
+
+
+def freeze_writes(folder: Path, seconds: float) -> None:
+    """Has every write to the folder's file system wait for a while. It must be ``freezable``."""
+    subprocess.run(["fsfreeze", "--freeze", str(folder)], check=True)
+    try:
+        time.sleep(seconds)
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], check=True)
 
 
 def fill(folder: Path, seconds: float) -> None:

@@ -11,8 +11,10 @@ second inference server, redis, a verifier that judges every answer. Every fifth
 comparison. `finetune@update` and `finetune@checkpoint` strike while weights are on their way and while a checkpoint is
 being written, `finetune@evaluation` after the last step, `@startup` before a job has done anything, `@resume` the same
 after the launcher was killed and started again, `@summary` when all roles have ended. Besides jobs, there are the
-launcher, its reaper, two jobs at once, the engine of a server, a disk that is full for three seconds (the run folder
-is a tmpfs then, which needs root) and the clock of all Python processes set back by an hour.
+launcher, its reaper, two jobs at once, the engine of a server, a disk that is full or whose writes wait for three
+seconds (the run folder is a file system of its own then, which needs root), the clock of all Python processes set back
+by an hour, a redis that is paused, cuts its clients off, is full or asleep, and a domain that misbehaves
+(`misbehaving.py`).
 
 A run passes when it ends with exit 0 (the same command is started again where it did not), the ledger shows every
 optimizer step trained from distinct samples and none lost without a reason, and no process, port, shared-memory
@@ -67,7 +69,11 @@ JUDGED = (
     "actor.rollout_policy=benchmarks.judged.generate_rollout",
     "dataset_loader=benchmarks.judged.load_problems",
 )
-WORLDS = {"actor_llm": TWO_SERVERS, "verifier": JUDGED, "redis": ("streams=redis",)}
+MISBEHAVING = ("actor.rollout_policy=benchmarks.misbehaving.generate_rollout",)
+REDIS = ("streams=redis",)
+WORLDS = {"actor_llm": TWO_SERVERS, "verifier": JUDGED, "redis": REDIS, "domain": MISBEHAVING} | {
+    victim: REDIS for victim in AROUND if victim.startswith("redis-")
+}
 """What the quickstart's world needs for a victim of this kind."""
 VICTIMS = (
     *("actor", "actor_llm", "preprocessor", "finetune", "finetune@update", "finetune@checkpoint"),
@@ -76,8 +82,9 @@ VICTIMS = (
 AROUND_ROLES = (
     *("launcher", "launcher@startup", "launcher@summary", "reaper", "disk", "clock", "engine", "actor+finetune"),
     *("actor_llm@startup", "finetune@startup", "actor@resume", "finetune@resume", "preprocessor+actor_llm"),
+    *("engine+worker", "writes", "domain", "redis-paused", "redis-cut", "redis-full", "redis-asleep"),
 )
-"""Victims that are killed (or filled, or set back), never frozen."""
+"""Victims that are killed (or what `AROUND` says), never frozen."""
 SHORT = (
     "tiny_model.seed=0",
     "finetune.save_checkpoint_steps=8",
@@ -107,7 +114,7 @@ def deal(seed: int, index: int, args: argparse.Namespace) -> list[Strike]:
     return sorted(strikes, key=lambda strike: strike.step)
 
 
-KINDS = {"engine": "actor_llm"}
+KINDS = {"engine": "actor_llm", "worker": "actor"}
 """Victims that are part of a job."""
 
 
@@ -117,11 +124,12 @@ def make_strike(rng: random.Random, victim: str, action: Action, steps: int) -> 
     longest = {"update": UPDATE_S, "checkpoint": 0.03, "summary": 1.0, "startup": 5.0, "resume": 5.0}.get(moment, 0.5)
     return Strike(
         job=kinds if kinds in AROUND else "+".join(f"{KINDS.get(kind, kind)}_0" for kind in kinds.split("+")),
-        step=step_of(moment, steps, rng),
+        step=2 if kinds == "domain" else step_of(moment, steps, rng),  # it has many ways
         action=action,
         moment=moment or "any",  # type: ignore[arg-type]
         delay_s=round(rng.uniform(0.0, longest), 3),
-        child=kinds == "engine" or (kinds in ("actor_llm", "redis") and not moment and rng.random() < 0.5),
+        child=kinds in ("engine", "engine+worker")
+        or (kinds in ("actor_llm", "redis") and not moment and rng.random() < 0.5),
     )
 
 
@@ -134,7 +142,7 @@ def step_of(moment: str, steps: int, rng: random.Random) -> int:
 
 def world_of(strikes: Sequence[Strike]) -> list[str]:
     """Overrides for a world in which there is what is to be struck."""
-    kinds = {job.rpartition("_")[0] for strike in strikes for job in strike.job.split("+")}
+    kinds = {job.rpartition("_")[0] or job for strike in strikes for job in strike.job.split("+")}
     return [override for kind in sorted(kinds & WORLDS.keys()) for override in WORLDS[kind]]
 
 

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import psutil
+import redis
 
-from benchmarks.own_disk import fill, own_disk
-from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
+from benchmarks.misbehaving import WAYS, misbehaviour_of
+from benchmarks.own_disk import fill, freeze_writes, own_disk
+from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE, redis_password
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.inspect import ledger
 from pipelinerl.inspect.reading import process_environment
@@ -38,10 +40,8 @@ POLL_S = 0.05
 WATCH_S = 0.002
 BATCH, STEPS = 64, 160
 MAX_LAUNCHES = 4
-FULL_S = 3.0
-"""How long the disk stays full."""
-AROUND = ("launcher", "reaper", "disk", "clock")
-"""What is struck besides jobs."""
+WHILE_S = 3.0
+"""How long what surrounds a run stays away, unless a strike says how long."""
 EVALUATION_STARTED = re.compile(r"event=evaluation_(?:started|restarted) version=(\d+)")
 """In the actor's log."""
 Action = Literal["kill", "freeze"]
@@ -54,7 +54,7 @@ class Strike:
     """One disturbance of one job."""
 
     job: str
-    """A job, several joined by + (at once), `launcher`, `reaper`, `disk` (full a while) or `clock` (an hour back)."""
+    """A job, several joined by + (at once), or one of `AROUND`."""
     step: int
     """After this optimizer step has been made."""
     action: Action = "kill"
@@ -62,7 +62,7 @@ class Strike:
     delay_s: float = 0.0
     """From the moment to the strike."""
     thaw_s: float | None = None
-    """`freeze`: SIGCONT after so many seconds; None = never."""
+    """`freeze`: SIGCONT after so many seconds; None = never. Of `AROUND`: for how long; None = `WHILE_S`."""
     child: bool = False
     """Hit a process that the job started (engine, worker, redis-server) instead of the job's own, or than all."""
 
@@ -242,21 +242,27 @@ class StruckRun:
         self.look()
         time.sleep(strike.delay_s)
         struck = time.time()
-        if strike.job == "launcher":
-            self.kill_launcher()
-            self.launch()
-        elif strike.job == "reaper":
-            signal_all(reapers_of(self.launcher.pid), signal.SIGKILL)
-        elif strike.job == "clock":
-            self.clock.touch()
-        else:
-            fill(self.run_dir, FULL_S)
+        AROUND[strike.job](self, strike.thaw_s or WHILE_S)
         return watchers.submit(self.await_steps, strike, struck)
 
     def kill_launcher(self) -> None:
         self.look()
         self.launcher.kill()
         self.launcher.wait()
+
+    def restart_launcher(self) -> None:
+        self.kill_launcher()
+        self.launch()
+
+    def ask_redis(self, act: Callable[[redis.Redis], object], seconds: float = 0.0) -> None:
+        """Do something to the run's redis server, and wait until it is over."""
+        status, port = self.wait_for(lambda: self.job("redis_0")), WorldMap.load(self.run_dir).job("redis_0").port
+        assert status is not None
+        until = time.time() + seconds
+        password = redis_password(process_environment(status.pid))
+        with redis.Redis(port=port, password=password, socket_timeout=seconds + 30) as client:
+            act(client)
+        time.sleep(max(0.0, until - time.time()))
 
     def await_steps(self, strike: Strike, struck: float) -> Blow:
         """Watch until the trainer has made another step, or the run ends."""
@@ -291,6 +297,38 @@ class StruckRun:
             stop(self.launcher)
 
 
+def fill_redis(client: redis.Redis, seconds: float) -> None:
+    client.config_set("maxmemory", 2**20)
+    time.sleep(seconds)
+    client.config_set("maxmemory", 0)
+
+
+def put_redis_to_sleep(client: redis.Redis, seconds: float) -> None:
+    """A script counts for about so long. DEBUG SLEEP is refused by the run's server."""
+    client.config_set("busy-reply-threshold", 0)
+    count, started = "for i = 1, ARGV[1] do end", time.monotonic()
+    client.eval(count, 0, 10**8)
+    client.eval(count, 0, int(10**8 * seconds / (time.monotonic() - started)))
+
+
+AROUND: dict[str, Callable[[StruckRun, float], object]] = {
+    "launcher": lambda run, _: run.restart_launcher(),
+    "reaper": lambda run, _: signal_all(reapers_of(run.launcher.pid), signal.SIGKILL),
+    "disk": lambda run, seconds: fill(run.run_dir, seconds),
+    "writes": lambda run, seconds: freeze_writes(run.run_dir, seconds),
+    "clock": lambda run, _: run.clock.touch(),
+    "domain": lambda run, _: misbehaviour_of(run.run_dir).mkdir(),
+    "redis-paused": lambda run, seconds: run.ask_redis(
+        lambda it: it.client_pause(int(seconds * 1e3), all=True), seconds
+    ),
+    "redis-cut": lambda run, _: run.ask_redis(lambda it: it.execute_command("CLIENT", "KILL", "TYPE", "normal")),
+    "redis-full": lambda run, seconds: run.ask_redis(lambda it: fill_redis(it, seconds)),
+    "redis-asleep": lambda run, seconds: run.ask_redis(lambda it: put_redis_to_sleep(it, seconds)),
+}
+"""What is struck besides jobs, and how, for so many seconds: the disk is full, writes to it wait, the clock is an hour
+back, the domain misbehaves (`misbehaving`), redis does not answer."""
+
+
 def run_struck(
     run_dir: Path,
     strikes: Sequence[Strike],
@@ -304,9 +342,10 @@ def run_struck(
 
     A run that ends with another exit code than 0 is started again, at most until ``MAX_LAUNCHES``.
     """
-    with own_disk(run_dir) if any(strike.job == "disk" for strike in strikes) else contextlib.nullcontext():
-        misled = any(strike.job == "clock" for strike in strikes)
-        return _run_struck(StruckRun(run_dir, overrides, steps, timeout_s, batch=batch, misled=misled), strikes)
+    jobs = {strike.job for strike in strikes}
+    with own_disk(run_dir, freezable="writes" in jobs) if jobs & {"disk", "writes"} else contextlib.nullcontext():
+        run = StruckRun(run_dir, overrides, steps, timeout_s, batch=batch, misled="clock" in jobs)
+        return _run_struck(run, strikes)
 
 
 def _run_struck(run: StruckRun, strikes: Sequence[Strike]) -> Outcome:
@@ -363,6 +402,8 @@ def check(run: StruckRun, outcome: Outcome) -> None:
     """Everything that must hold at the end of a run that was struck."""
     problems = outcome.problems
     problems += leftovers(run)
+    if misbehaviour_of(run.run_dir).exists() and len(os.listdir(misbehaviour_of(run.run_dir))) < len(WAYS):
+        problems.append(f"the domain misbehaved only in these ways: {sorted(os.listdir(misbehaviour_of(run.run_dir)))}")
     if outcome.exit_code != 0:
         problems.append(f"exit code {outcome.exit_code}")
     book = ledger.read_ledger(run.run_dir)
