@@ -407,7 +407,7 @@ def model(plan: RunPlan) -> list[str]:
     else:
         preflight.check_model(plan.config.model_path)
         preflight.check_context(plan.config)
-        preflight.check_architecture(plan.config)
+        preflight.check_architecture(plan.config, plan.world.trainer_world_size)
     preflight.check_scoring_models(plan.config)
     return preflight.check_judges(plan.config)
 

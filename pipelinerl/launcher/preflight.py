@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.chat.vocabulary import check_same_vocabulary
+from pipelinerl.config.engine import engine_of
 from pipelinerl.config.environment import is_on
 from pipelinerl.config.rules.objective import objective_is_default
 from pipelinerl.config.sections import Config, JudgeSection
@@ -214,7 +215,7 @@ def check_context(config: Config) -> None:
             )
 
 
-def check_architecture(config: Config) -> None:
+def check_architecture(config: Config, ranks: int) -> None:
     """Refuse quantized weights, and a model whose log-probs the trainer does not repeat.
 
     The comparison is skipped for `PLAIN_TYPES` with ordinary rope, and for models that are not on this machine yet.
@@ -231,10 +232,10 @@ def check_architecture(config: Config) -> None:
     if _is_plain(model):
         return
     finetune = config.finetune
-    if finetune.engine == "fsdp2" and finetune.dtype != "float32" and model["model_type"] in MIXED_TYPES:
+    if engine_of(config, ranks) == "fsdp2" and finetune.dtype != "float32" and model["model_type"] in MIXED_TYPES:
         raise ConfigError(
-            f"`finetune.engine` is fsdp2, whose {finetune.dtype} layers cannot multiply by the float32 constants of a "
-            f"{model['model_type']}: set it to ddp, or `finetune.dtype` to float32"
+            f"`finetune.engine` is {finetune.engine}: on {ranks} rank(s) the {finetune.dtype} layers of fsdp2 cannot "
+            f"multiply by the float32 constants of a {model['model_type']}: set ddp, or `finetune.dtype` to float32"
         )
     argv = ["-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
     argv += ["--attention", finetune.attn_implementation, "--seq-parallel", str(finetune.seq_parallel)]

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from tests.engine_runs import ENGINES, run_ranks, trainer_imported
 from tests.models import make_mixture, save_qwen2, save_with_words
+from tests.rank_processes import call_on_ranks
+from tests.ranks import trainer_rank
 
 STEPS, HALF = 20, 10
 
@@ -90,6 +92,19 @@ def test_offloaded_states_and_kept_products_change_no_step(runs: Runs) -> None:
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         for name in ("loss", "grad_norm"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6), f"step {step} {name}"
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_overflow_of_one_rank_skips_the_step_and_halves_the_scale_on_all(
+    engine: str, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    call_on_ranks(trainer_rank.skip_overflow, {"engine": engine, "model": str(model), "out": str(out)}, out, 2)
+    seen, other = (json.loads(Path(f"{out}.{rank}").read_text()) for rank in (0, 1))
+    assert seen == other
+    assert [row[:4] for row in seen] == [[1024, 1, 0, 1024], [512, 0, 1, 512], [512, 1, 1, 512]]
+    first, skipped, last = (row[4] for row in seen)
+    assert first == skipped != last
 
 
 @pytest.mark.parametrize(

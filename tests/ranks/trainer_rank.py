@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -93,4 +94,26 @@ def main(job: dict[str, Any]) -> None:
         Path(job["out"]).write_text(json.dumps(metrics))
         Path(job["out"]).with_suffix(".experts").write_text(" ".join(sorted(dtypes)))
         save_file(weights, Path(job["out"]).with_suffix(".safetensors"))
+    engine.close()
+
+
+def skip_overflow(job: dict[str, Any]) -> None:
+    """Three steps in float16. The gradient of the last rank overflows in the second. Each rank writes what it sees."""
+    torch.set_num_threads(1)
+    rank, world_size, device = read_ranks("cpu")
+    required = ["output_dir=unused", f"model_path={job['model']}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    cfg = parse(compose("base", [*required, "finetune.dtype=float16", f"finetune.engine={job['engine']}"]))
+    engine = make_engine(cfg, device, world_size)
+    assert engine.scaling is not None
+    engine.scaling.copy_(torch.tensor([2.0**10, 0, 0]))
+    engine.loaded(0)
+    rules, seen = make_rules(engine, cfg), []
+    for step in range(3):
+        records = records_of(step, rank, world_size)
+        if step == 1 and rank == world_size - 1:
+            records = [replace(record, segment_weights=1e30 * record.segment_weights) for record in records]
+        train_step(engine, records, settings_at(cfg, step), rules, 1e-2)
+        total = sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_full_parameters())
+        seen.append([*engine.scaling.tolist(), engine.policy.loss_scale, total])
+    Path(f"{job['out']}.{rank}").write_text(json.dumps(seen))
     engine.close()

@@ -67,7 +67,7 @@ def test_start_waits_half_a_minute_for_a_domain_and_five_for_torch(trials: list[
     """Four rounds of rollouts, one after the other, fit into the domain's own time."""
     preflight.check_domain({})
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
-    preflight.check_architecture(config(f"model_path={tmp_path}"))
+    preflight.check_architecture(config(f"model_path={tmp_path}"), 1)
     assert trials == [28.0, 300.0]
     assert trials[0] / 2 > 4 * domain_check.ROLLOUT_TIMEOUT_S
 

@@ -136,15 +136,18 @@ def test_model_whose_trial_never_ends_is_refused_in_one_line(tmp_path: Path, mon
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
     own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
     with pytest.raises(ConfigError, match=says("model_path", str(tmp_path), "has not ended after 0.2 s")):
-        preflight.check_architecture(parse(compose("base", own)))
+        preflight.check_architecture(parse(compose("base", own)), 1)
 
 
-def test_model_of_float32_constants_is_refused_in_the_engine_that_does_not_narrow_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "dtype", "ranks"), [("fsdp2", "bfloat16", 1), ("auto", "float16", 2)])
+def test_model_of_float32_constants_is_refused_in_the_engine_that_does_not_narrow_them(
+    engine: str, dtype: str, ranks: int, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "minimax"}')
     own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
-    own += ["finetune.engine=fsdp2", "finetune.dtype=bfloat16"]
-    with pytest.raises(ConfigError, match=says("fsdp2", "minimax", "ddp", "float32")):
-        preflight.check_architecture(parse(compose("base", own)))
+    own += [f"finetune.engine={engine}", f"finetune.dtype={dtype}"]
+    with pytest.raises(ConfigError, match=says(engine, f"{ranks} rank", dtype, "fsdp2", "minimax", "ddp", "float32")):
+        preflight.check_architecture(parse(compose("base", own)), ranks)
 
 
 @pytest.mark.parametrize("method", ["awq", "fp8"])
@@ -153,7 +156,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, method: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described))
     own = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", f"model_path={tmp_path}"]
     with pytest.raises(ConfigError, match=says("model_path", str(tmp_path), method, "plain weights")):
-        preflight.check_architecture(parse(compose("base", own)))
+        preflight.check_architecture(parse(compose("base", own)), 1)
 
 
 def test_companion_whose_import_never_ends_is_refused_in_one_line(
