@@ -189,10 +189,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
     """Attention of one document per row, or its last queries: [B, H, L, D], where D is the head size of the values."""
     length, before = query.shape[2], key.shape[2] - query.shape[2]
     windowed = scoring.window is not None and scoring.window < key.shape[2]
-    if scoring.is_plain and not windowed and not before:
+    if scoring.is_plain and not windowed and before < length:
+        # A causal square of keys² / 2 pairs is less than all queries × keys, which a mask computes.
+        square = F.pad(query, (0, 0, before, 0)) if before else query
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scoring.scale, dropout_p=scoring.dropout, enable_gqa=True
-        )
+            square, key, value, is_causal=True, scale=scoring.scale, dropout_p=scoring.dropout, enable_gqa=True
+        )[:, :, before:]
     if not scoring.is_plain and scoring.dropout:
         raise ConfigError("model_path: attention with a softcap or sinks takes no dropout; set it to 0")
     blocks = []

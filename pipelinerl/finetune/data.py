@@ -150,8 +150,8 @@ class GridLayout:
         """Cost of a layer, in attentions of one token to one other.
 
         A token costs ``tokens_per_attention_unit`` in the linear layers, plus the length that it attends over. In a
-        pack with ``dense_mask`` this is the whole pack. Without it, this is what the token's document sees, and each
-        document costs one more call of the kernel.
+        pack with ``dense_mask`` this is the whole pack. Without it, this is the token's document and twice the shared
+        prefix, as causal attention skips half of a document alone. Each document costs one more call of the kernel.
         """
         size = self.grid[0] * self.grid[1]
         linear = size * tokens_per_attention_unit
@@ -159,7 +159,7 @@ class GridLayout:
             return linear + size * self.grid[1]
         queries, keys = np.array(self.documents), np.array(self.keys or self.documents)
         calls = len(queries) * (KERNEL_CALL // max(tokens_per_attention_unit, 1))
-        return linear + int((queries * keys).sum()) + calls
+        return linear + int((queries * (2 * keys - queries)).sum()) + calls
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

@@ -80,17 +80,17 @@ def test_outputs_and_gradients_are_those_of_the_masked_softmax(name: str, block:
 @pytest.mark.parametrize("block", [3, 512])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_shared_prefix_gives_what_whole_documents_give(name: str, block: int, monkeypatch: pytest.MonkeyPatch):
-    """Documents of 9, 11 and 8 tokens. The second has 6 tokens in common with the first, the third 7 with it."""
+    """Documents of 9, 11 and 11 tokens. The second has 5 tokens in common with the first, the third 7 with it."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     torch.manual_seed(0)
-    rows = [torch.arange(9), torch.cat([torch.arange(6), torch.arange(9, 14)])]
-    rows.append(torch.cat([rows[1][:7], torch.tensor([14])]))
-    inputs = [torch.randn(1, heads, 15, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    weights = torch.randn(1, 28, 4, 8, dtype=torch.float64)
+    rows = [torch.arange(9), torch.cat([torch.arange(5), torch.arange(9, 15)])]
+    rows.append(torch.cat([rows[1][:7], torch.arange(15, 19)]))
+    inputs = [torch.randn(1, heads, 19, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(1, 31, 4, 8, dtype=torch.float64)
 
-    announce((9, 5, 1), CPU, keys=(9, 11, 8), key_rows=torch.cat(rows))
+    announce((9, 6, 4), CPU, keys=(9, 11, 11), key_rows=torch.cat(rows))
     shared = packed_attention(torch.nn.Identity(), *inputs, None, **OPTIONS[name])[0][:, torch.cat(rows)]  # type: ignore[call-arg]
-    documents = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 11, 8]))
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 11, 11]))
     expected = oracle(*(x[:, :, torch.cat(rows)] for x in inputs), documents, **OPTIONS[name])
     torch.testing.assert_close(shared, expected, rtol=1e-9, atol=1e-9)
     found, grads = (torch.autograd.grad(x, inputs, weights) for x in (shared, expected))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import check_record, in_rows, index_tokens, packed, to_batch
+from pipelinerl.finetune.data import check_record, in_rows, index_tokens, packed, to_batch, with_shared_prefixes
 from pipelinerl.records import MicroBatch
 
 
@@ -73,6 +73,15 @@ def test_without_a_dense_mask_rows_are_for_many_short_segments_only() -> None:
     assert prefers_rows(short, dense_mask=False)
     assert not prefers_rows(long, dense_mask=False)
     assert prefers_rows(long, dense_mask=True)
+
+
+def test_even_a_short_prefix_costs_less_shared_than_in_whole_documents() -> None:
+    """By hand, 384 units per token: two of 1,088 packed cost 2,176·384 + 2·1,088² + 5,208 = 3,208,280, and with 64
+    tokens shared 2,112·384 + 1,088² + 1,024·1,152 + 5,208 = 3,179,608.
+    """
+    long, shared = np.full(2, 1088), np.array([0, 64])
+    assert packed(long).cost(384, dense_mask=False) == 3_208_280
+    assert with_shared_prefixes(long, np.arange(2), shared).cost(384, dense_mask=False) == 3_179_608
 
 
 @pytest.mark.parametrize(
