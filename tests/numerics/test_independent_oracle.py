@@ -32,6 +32,7 @@ from pipelinerl.records import (
     TrainingSequence,
     topics,
 )
+from pipelinerl.records.prefixes import MIN_SHARED
 from pipelinerl.streams import SingleStreamSpec, open_writer
 from tests.memory_streams import MemoryBackend
 from tests.models import make_qwen2
@@ -146,6 +147,7 @@ class Groups:
 
     def group(self, position: int) -> RolloutGroup:
         rewards = self.rng.integers(-2, 5, (self.case.attempts, 4)) / 4
+        self.prompt = self.rng.integers(0, VOCAB, self.rng.choice([0, MIN_SHARED, MIN_SHARED + 4])).astype(np.int32)
         if self.rng.random() < 0.2:
             rewards[:] = 0.5
         rollouts = tuple(self.rollout(attempt, rewards[attempt]) for attempt in range(self.case.attempts))
@@ -172,8 +174,8 @@ class Groups:
         )
 
     def sequence(self, turn: int, turns: int) -> TrainingSequence:
-        """``turns`` completions after a prompt each; every completion is sampled by up to three versions."""
-        spans, end, version = [], 0, int(self.rng.integers(0, FIRST_STEP + 1))
+        """The group's prompt, then ``turns`` prompts and completions, each sampled by up to three versions."""
+        spans, end, version = [], len(self.prompt), int(self.rng.integers(0, FIRST_STEP + 1))
         for _ in range(turns):
             end += int(self.rng.integers(1, 4))
             cuts = self.rng.integers(self.case.fewest, self.case.tokens + 1, self.rng.integers(1, 4))
@@ -182,7 +184,7 @@ class Groups:
                 if length:
                     spans.append((end, end + int(length), version))
                     end += int(length)
-        ids = self.rng.integers(0, VOCAB, end).astype(np.int32)
+        ids = np.append(self.prompt, self.rng.integers(0, VOCAB, end - len(self.prompt)).astype(np.int32))
         self.reference[ids.tobytes()] = np.log(1 / VOCAB) + self.rng.normal(0, 1, end).astype(np.float32)
         sequence = TrainingSequence(
             token_ids=ids,
@@ -303,6 +305,7 @@ def train(
         layout=case.layout,
         tokens_per_attention_unit=0,
         float_dtype=torch.float64,
+        share_prefixes=case.layout == "packed",
     )
     proximal = ProximalPolicy(cfg.proximal_steps, LAST_STEP + 1)
     shared = oracle_policy(engine) if cfg.proximal_steps else None
