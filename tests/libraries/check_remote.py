@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.domains.sandbox import Outcome, remote
 from pipelinerl.domains.sandbox.choice import runner_of
+from pipelinerl.domains.workspace import hosted
 from pipelinerl.errors import VerifierError
 
 PROVIDERS = ("daytona", "e2b", "modal")
@@ -78,7 +79,7 @@ def as_real(real: Callable[..., Any], fake: Callable[..., Any], *, method: bool 
 
 
 def fake_daytona(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def create(self: Any, params: daytona.CreateSandboxFromSnapshotParams, *, timeout: float) -> Any:
+    async def create(self: Any, params: daytona.CreateSandboxBaseParams, *, timeout: float) -> Any:
         provider.start(network=not params.network_block_all)
         return SimpleNamespace(
             fs=SimpleNamespace(upload_file=as_real(AsyncFileSystem.upload_file, upload)),
@@ -100,7 +101,7 @@ def fake_daytona(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_e2b(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def create(*, timeout: int, allow_internet_access: bool) -> Any:
+    async def create(*, timeout: int, allow_internet_access: bool, **workspace: Any) -> Any:
         provider.start(network=allow_internet_access)
         return SimpleNamespace(
             files=SimpleNamespace(write=as_real(Filesystem.write, provider.write)),
@@ -119,7 +120,7 @@ def fake_modal(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     async def lookup(name: str, *, create_if_missing: bool) -> modal.App:
         return modal.App(name)
 
-    async def create(*, app: modal.App, image: modal.Image, timeout: int, block_network: bool) -> Any:
+    async def create(*, app: modal.App, image: modal.Image, timeout: int, block_network: bool = False, **_: Any) -> Any:
         provider.start(network=not block_network)
         return SimpleNamespace(
             filesystem=SimpleNamespace(write_bytes=aio(_SandboxFilesystem.write_bytes, write)),
@@ -196,3 +197,10 @@ async def test_provider_that_fails_is_no_outcome_and_its_machine_ends(provider: 
     machines.failure = ConnectionError("no machines left")
     with pytest.raises(VerifierError, match="ConnectionError: no machines left"):
         await run(name, "print(1)", [""])
+
+
+async def test_workspace_has_a_machine_of_its_image_that_reaches_the_endpoint(provider: tuple[str, Provider]):
+    name, machines = provider
+    async with hosted.MACHINES[name](60, "mine", "192.0.2.1"):
+        assert (machines.started, machines.networks) == (1, [True])
+    assert machines.ended == 1

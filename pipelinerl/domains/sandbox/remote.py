@@ -7,10 +7,11 @@ its own without a network, because runs share nothing. A failure of the provider
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 from pipelinerl.domains.sandbox.fusion import RUN_TIMEOUT_S
 from pipelinerl.domains.sandbox.inside import remote as inside
 from pipelinerl.domains.sandbox.protocol import Outcome, run_in_turn
-from pipelinerl.domains.sandbox.runner import KILLED, Limits
+from pipelinerl.domains.sandbox.runner import KILLED, Limits, as_outcome
 from pipelinerl.errors import VerifierError
 
 AT_ONCE = 32
@@ -34,8 +35,23 @@ OUTPUT_BYTES = Limits().output_kb * 1024
 
 Execute = Callable[[Mapping[str, bytes], Sequence[str], int], Awaitable[str]]
 """(path → content, command, limit in seconds) → the output: writes the files and runs the command."""
-Machines = Callable[[int], AbstractAsyncContextManager[Execute]]
-"""Lifetime in seconds, after which the provider ends it → a new machine."""
+
+
+class Machines(Protocol):
+    """Makes machines of a provider."""
+
+    def __call__(
+        self, lifetime_s: int, image: str | None = None, reaches: str | None = None
+    ) -> AbstractAsyncContextManager[Execute]:
+        """Makes a machine.
+
+        Args:
+            lifetime_s: seconds after which the provider ends it.
+            image: an image, E2B's template. None: the provider's own, or Debian with Python.
+            reaches: IPv4 address, the only one that it reaches. None: it has no network.
+        """
+        ...
+
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -56,36 +72,65 @@ class RemoteSandbox:
         return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
-        token = secrets.token_hex()
-        texts = {"program.py": code, "stdin.txt": stdin, "remote.py": INSIDE, "token": token}
-        files = {f"{FOLDER}/{name}": text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
-        command = ["python3", f"{FOLDER}/remote.py", FOLDER, str(self._run_timeout_s), str(OUTPUT_BYTES)]
+        files = {
+            "program.py": code.encode("utf-8", "surrogatepass"),
+            "stdin.txt": stdin.encode("utf-8", "surrogatepass"),
+        }
         lifetime_s = int(self._run_timeout_s) + START_S
         slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
-        try:
+        with provider_errors(self._provider):
             async with slots, asyncio.timeout(lifetime_s), self._machines(lifetime_s) as execute:
-                printed = await execute(files, command, lifetime_s)
-        except Exception as error:  # the clients raise errors of many kinds
-            raise VerifierError(f"{self._provider} did not run the program: {type(error).__name__}: {error}") from error
-        return outcome_of(self._provider, printed, token)
+                report = await run_inside(self._provider, execute, files, self._run_timeout_s, OUTPUT_BYTES)
+        return as_outcome(report) if report else KILLED
 
 
-def outcome_of(provider: str, printed: str, token: str) -> Outcome:
-    """Converts the output of `inside.remote`. Raises ``VerifierError`` if the run did not begin."""
+@contextmanager
+def provider_errors(provider: str) -> Iterator[None]:
+    """Raises every error as a ``VerifierError``: the clients raise errors of many kinds."""
+    try:
+        yield
+    except VerifierError:
+        raise
+    except Exception as error:
+        raise VerifierError(f"{provider} did not run the program: {type(error).__name__}: {error}") from error
+
+
+async def run_inside(
+    provider: str, execute: Execute, files: Mapping[str, bytes], limit_s: float, output_bytes: int
+) -> dict[str, Any] | None:
+    """Runs `inside.remote` with its files, and returns its report. None: it was killed during the run.
+
+    Raises:
+        VerifierError: the run did not begin.
+    """
+    token = secrets.token_hex()
+    sent = {**files, "remote.py": INSIDE.encode(), "token": token.encode()}
+    command = ["python3", f"{FOLDER}/remote.py", FOLDER, str(limit_s), str(output_bytes)]
+    printed = await execute(
+        {f"{FOLDER}/{name}": content for name, content in sent.items()}, command, int(limit_s) + START_S
+    )
     head, *lines = printed.splitlines() or [""]
     if head != inside.BEGINS:
         raise VerifierError(f"{provider}'s machine does not run programs: {printed[-300:]!r}")
     written = [line.removeprefix(f"{token} ") for line in lines if line.startswith(f"{token} ")]
-    return msgspec.json.decode(written[0], type=Outcome) if written else KILLED
+    return msgspec.json.decode(written[0]) if written else None
 
 
 @asynccontextmanager
-async def daytona_machine(lifetime_s: int) -> AsyncIterator[Execute]:
-    from daytona import AsyncDaytona, CreateSandboxFromSnapshotParams
+async def daytona_machine(
+    lifetime_s: int, image: str | None = None, reaches: str | None = None
+) -> AsyncIterator[Execute]:
+    from daytona import AsyncDaytona, CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 
-    minutes = -(-lifetime_s // 60)
-    params = CreateSandboxFromSnapshotParams(
-        language="python", network_block_all=True, ephemeral=True, ttl_minutes=minutes
+    how: dict[str, Any] = {"language": "python", "ephemeral": True, "ttl_minutes": -(-lifetime_s // 60)}
+    if reaches is None:
+        how["network_block_all"] = True
+    else:
+        how["network_allow_list"] = f"{reaches}/32"
+    params = (
+        CreateSandboxFromImageParams(image=image, os_user="root", **how)
+        if image
+        else CreateSandboxFromSnapshotParams(**how)
     )
     async with AsyncDaytona() as client:
         sandbox = await client.create(params, timeout=lifetime_s)
@@ -102,10 +147,12 @@ async def daytona_machine(lifetime_s: int) -> AsyncIterator[Execute]:
 
 
 @asynccontextmanager
-async def e2b_machine(lifetime_s: int) -> AsyncIterator[Execute]:
-    from e2b import AsyncSandbox
+async def e2b_machine(lifetime_s: int, image: str | None = None, reaches: str | None = None) -> AsyncIterator[Execute]:
+    from e2b import ALL_TRAFFIC, AsyncSandbox
 
-    sandbox = await AsyncSandbox.create(timeout=lifetime_s, allow_internet_access=False)
+    how: dict[str, Any] = {"template": image} if image else {}
+    how |= {"network": {"allow_out": [reaches], "deny_out": [ALL_TRAFFIC]}} if reaches else {}
+    sandbox = await AsyncSandbox.create(timeout=lifetime_s, allow_internet_access=reaches is not None, **how)
 
     async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
         for path, data in files.items():
@@ -119,12 +166,15 @@ async def e2b_machine(lifetime_s: int) -> AsyncIterator[Execute]:
 
 
 @asynccontextmanager
-async def modal_machine(lifetime_s: int) -> AsyncIterator[Execute]:
+async def modal_machine(
+    lifetime_s: int, image: str | None = None, reaches: str | None = None
+) -> AsyncIterator[Execute]:
     from modal import App, Image, Sandbox
 
     app = await App.lookup.aio("pipelinerl", create_if_missing=True)
-    image = Image.debian_slim()
-    sandbox = await Sandbox.create.aio(app=app, image=image, timeout=lifetime_s, block_network=True)
+    made = Image.from_registry(image) if image else Image.debian_slim()
+    how: dict[str, Any] = {"outbound_cidr_allowlist": [f"{reaches}/32"]} if reaches else {"block_network": True}
+    sandbox = await Sandbox.create.aio(app=app, image=made, timeout=lifetime_s, **how)
 
     async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
         for path, data in files.items():
