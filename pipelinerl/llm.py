@@ -264,6 +264,8 @@ class RolloutState:
     """Name of the rollout. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
     hint: str | None = None
     """A text of the problem that a teacher sees after the last user message, and the policy does not."""
+    environment_file: Path | None = None
+    """Keeps the steps of the rollout's environment over a crash. None: they are not kept."""
     num_calls: int = 0
     num_forks: int = 0
     """Prompts that left sampled tokens of their conversation behind (``chat.left_turn``)."""

@@ -4,8 +4,9 @@
 
 One file per attempt, in folder ``answers`` of the actor's job. A frame's offset is its number in the file. The
 first damaged frame ends the file. A play that begins with recorded answers notes PLAYED behind them: after
-``MAX_PLAYS`` notes the attempt is sampled anew, because its answers may end its machine each time. The judgement of a
-whole group is one frame of RecordedJudgement in a file of its own.
+``MAX_PLAYS`` notes the attempt is sampled anew, because its answers may end its machine each time. Beside the file lies
+that of the attempt's environment (``agents.environment``). The judgement of a whole group is one frame of
+RecordedJudgement in a file of its own.
 """
 
 import asyncio
@@ -109,11 +110,13 @@ class AttemptFile:
 
     Attributes:
         answers: those that the file held when it was opened.
+        environment_file: beside it, for the steps of the attempt's environment.
         has_failed: whether the disk failed. Then the file stays as it is.
     """
 
     def __init__(self, path: Path):
         self._path = path
+        self.environment_file = environment_file(path)
         content, self.has_failed = b"", False
         try:
             content = path.read_bytes()
@@ -149,7 +152,8 @@ class AttemptFile:
             self._end += len(frame)
 
     def clear(self) -> None:
-        """Forgets all answers. The next one is written in their place."""
+        """Forgets all answers, and the environment's steps. The next answer is written in their place."""
+        _remove([self.environment_file])
         self.answers, self._end, self._count, self._plays = [], 0, 0, 0
 
     def fail(self, reason: Exception | str) -> None:
@@ -252,12 +256,11 @@ class AnswerJournal:
 
     def remove(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of attempts that no worker plays, before they are played anew."""
-        _remove([self._path(group_id, attempt) for attempt in attempts])
+        _remove(self._paths(group_id, attempts))
 
     def resolve(self, group_id: str, attempts: Iterable[int]) -> None:
         """Forgets the answers of a group that is published or dropped, in another thread. ``flush`` awaits it."""
-        paths = [self._path(group_id, attempt) for attempt in (*attempts, JUDGEMENT)]
-        self._removing = _writing.submit(_remove, paths)
+        self._removing = _writing.submit(_remove, self._paths(group_id, (*attempts, JUDGEMENT)))
 
     def flush(self) -> None:
         """Waits until the answers of resolved groups are removed."""
@@ -271,6 +274,15 @@ class AnswerJournal:
 
     def _path(self, group_id: str, attempt: int) -> Path:
         return self._folder / f"{quote(group_id, safe='')}.{attempt}"
+
+    def _paths(self, group_id: str, attempts: Iterable[int]) -> list[Path]:
+        paths = [self._path(group_id, attempt) for attempt in attempts]
+        return paths + [environment_file(path) for path in paths]
+
+
+def environment_file(path: Path) -> Path:
+    """Returns the file beside an attempt's answers."""
+    return path.with_name(f"{path.name}.environment")
 
 
 def _remove(paths: Iterable[Path]) -> None:

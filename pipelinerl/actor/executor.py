@@ -202,7 +202,7 @@ class Executor:
         """
 
         async def play(carrier: Transport, oldest: int) -> Rollout | Failure:
-            llm = self._llm(start, attempt, carrier, server_url)
+            llm = self._llm(start, attempt, carrier, server_url, file)
             begun = msgspec.structs.replace(start, version=oldest)
             return await self._play(begun, attempt, llm, route, transport, results)
 
@@ -311,10 +311,20 @@ class Executor:
             )
         return hint
 
-    def _llm(self, start: StartGroup, attempt: int, transport: Transport, server_url: str) -> TrainableLLM:
+    def _llm(
+        self, start: StartGroup, attempt: int, transport: Transport, server_url: str, file: AttemptFile | None
+    ) -> TrainableLLM:
         template = self._eval_llm if start.evaluation else self._train_llm
         llm = template.model_copy(update={"base_url": server_url, "parameters": dict(template.parameters)})
-        llm.bind(RolloutState(transport, turns=[], generate=llm_async_generate, name=f"{start.group_id}/{attempt}"))
+        llm.bind(
+            RolloutState(
+                transport,
+                turns=[],
+                generate=llm_async_generate,
+                name=f"{start.group_id}/{attempt}",
+                environment_file=None if file is None else file.environment_file,
+            )
+        )
         return llm
 
     def _checked(

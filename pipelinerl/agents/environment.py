@@ -1,20 +1,38 @@
-"""Plays a Gymnasium environment whose observations and actions are text."""
+"""Plays a Gymnasium environment whose observations and actions are text.
 
+After a crash the answers come from the journal, and steps are taken again. An environment whose steps must not be, or
+do something else the next time, has methods ``snapshot`` and ``restore``: then its steps come from a file.
+"""
+
+import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
+import msgspec
 
 from pipelinerl.agents.run import in_thread
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.world.disk import replace_file
+
+log = logging.getLogger(__name__)
+WRITE_TIMEOUT_S = 5.0
+"""Longest wait for a step to be kept: a slow disk is no error."""
 
 
 class TextEnvironment(Protocol):
-    """The part of ``gymnasium.Env`` that is used. The methods may be coroutine functions."""
+    """The part of ``gymnasium.Env`` that is used. The methods may be coroutine functions.
+
+    Optional: ``snapshot() -> bytes`` after ``reset`` and every step, and ``restore(snapshot: bytes)`` of a new object
+    in the place of ``reset``, when a crash has interrupted the episode.
+    """
 
     def reset(self, *, seed: int | None = None) -> Any:
         """Returns (observation, information)."""
@@ -51,23 +69,26 @@ async def play_text_environment(
         parse_action: turns an answer into an action.
         dataset_name: groups the metrics.
     """
-    observation, info = await _call(environment.reset, seed=seed)
+    kept = KeptEnvironment(environment, llm.state.environment_file)
+    observation = (await kept.reset(seed)).observation
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": str(observation)})
+    messages.append({"role": "user", "content": observation})
     started, texts, total = time.monotonic(), [], 0.0
+    success: bool | None = None
     for _ in range(max_turns):
         call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
         texts.append(make_training_text(llm, call))
         content = call.output.content or ""
-        observation, reward, terminated, truncated, info = await _call(environment.step, parse_action(content))
-        total += float(reward)
-        if terminated or truncated:
+        step = await kept.step(parse_action(content))
+        total, success = total + step.reward, step.success
+        if step.is_last:
             break
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": str(observation)}]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": step.observation}]
     for text in texts:
         text.reward = total
-    success = bool(info.get("success", total > 0))
-    metrics = BaseMetrics(reward=total, success=success, no_error=True, no_answer=False)
+    metrics = BaseMetrics(
+        reward=total, success=total > 0 if success is None else success, no_error=True, no_answer=False
+    )
     return RolloutResult(
         training_texts=texts,
         metrics=metrics,
@@ -75,6 +96,96 @@ async def play_text_environment(
         dataset_name=dataset_name,
         rewards="rollout",
     )
+
+
+class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step returned, or ``reset``."""
+
+    action: str
+    """Its representation. Of ``reset``: none."""
+    observation: str
+    reward: float = 0.0
+    is_last: bool = False
+    success: bool | None = None
+    """None: the environment does not say."""
+
+
+class KeptSteps(msgspec.Struct, frozen=True):
+    """The content of an environment's file."""
+
+    steps: list[KeptStep]
+    """All steps so far."""
+    snapshot: bytes
+    """The environment after them."""
+
+
+class KeptEnvironment:
+    """Returns the steps that a file keeps, then takes further ones in the environment that it restores.
+
+    Args:
+        environment: a new one.
+        path: the file. None: nothing is kept.
+    """
+
+    def __init__(self, environment: TextEnvironment, path: Path | None):
+        self._environment: Any = environment
+        self._path = path if hasattr(environment, "snapshot") else None
+        self._steps: list[KeptStep] = []
+        self._left: list[KeptStep] = []
+        """Steps of the file that are not returned yet."""
+        self._snapshot: bytes | None = None
+        """To restore before the next step that is taken."""
+        if self._path is not None and self._path.exists():
+            kept = msgspec.msgpack.decode(self._path.read_bytes(), type=KeptSteps)
+            self._left, self._snapshot = kept.steps, kept.snapshot
+
+    async def reset(self, seed: int | None) -> KeptStep:
+        if self._left:
+            return self._replay("")
+        observation, _ = await _call(self._environment.reset, seed=seed)
+        return await self._keep(KeptStep(action="", observation=str(observation)))
+
+    async def step(self, action: Any) -> KeptStep:
+        if self._left:
+            return self._replay(repr(action))
+        if self._snapshot is not None:
+            await _call(self._environment.restore, self._snapshot)
+            self._snapshot = None
+        observation, reward, terminated, truncated, info = await _call(self._environment.step, action)
+        success = bool(info["success"]) if "success" in info else None
+        step = KeptStep(
+            action=repr(action),
+            observation=str(observation),
+            reward=float(reward),
+            is_last=bool(terminated or truncated),
+            success=success,
+        )
+        return await self._keep(step)
+
+    def _replay(self, action: str) -> KeptStep:
+        step = self._left.pop(0)
+        if step.action != action:  # answers were lost that the environment was told
+            assert self._path
+            self._path.unlink()
+            raise TransportError("the environment's steps are kept, but not their answers: the rollout starts anew")
+        self._steps.append(step)
+        return step
+
+    async def _keep(self, step: KeptStep) -> KeptStep:
+        self._steps.append(step)
+        if self._path is None:
+            return step
+        snapshot = await _call(self._environment.snapshot)
+        if not isinstance(snapshot, bytes):
+            name = type(self._environment).__name__
+            raise DomainError(f"{name}.snapshot returned {type(snapshot).__name__}: it must return bytes")
+        content = msgspec.msgpack.encode(KeptSteps(self._steps, snapshot))
+        try:
+            await asyncio.wait_for(in_thread(replace_file, self._path, content, mode=0o600), WRITE_TIMEOUT_S)
+        except (OSError, TimeoutError) as error:
+            log.warning("event=environment_not_kept file=%s reason=%r", self._path, error)
+            self._path = None
+        return step
 
 
 async def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

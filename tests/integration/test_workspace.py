@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import FakeLLM
 from pipelinerl.world.proxies import open_session
 from tests.integration.test_sandbox import usable_modes
+from tests.unit.actor.test_answer_journal import HoldingServer, Life, chat
 
 SMALL = replace(LIMITS, cpu_s=20, wall_s=60.0, memory_mb=256, disk_mb=8, processes=16, output_kb=64)
 ASK = """
@@ -290,6 +292,28 @@ async def test_failure_of_a_server_is_no_reward(template):
     async with open_session() as session:
         with pytest.raises(VerifierError, match="of a server"):
             await run_agent_in_workspace(FakeLLM.saying(fail), session, command, template, judge)
+
+
+async def test_agent_that_a_crash_interrupted_has_its_folder_again(template, tmp_path):
+    """Its second life begins with the template, and makes of the recorded answers what the first one made."""
+    ask = ASK.replace('"say"', "open('log').read() if os.path.exists('log') else '?'")
+    turns = f"for _ in range(3):\n{textwrap.indent(ask, ' ')}\n print(said, file=open('log', 'a'))"
+    logs = []
+
+    async def judge(copy):
+        logs.append((await copy.run(["cat", "log"])).stdout.split())
+        return 1.0, True
+
+    async def rollout(cfg, llm, problem, session):
+        return await run_agent_in_workspace(llm, session, ["python3", "-c", turns], template, judge)
+
+    async with open_session() as session, HoldingServer() as server:
+        life = Life(tmp_path, session, server)
+        await life.play(chat, function=rollout, die_at=2)
+        ended = await life.play(chat, function=rollout)
+    (played,) = ended.rollouts
+    assert (played.answers_from_journal, played.diverged, len(server.requests)) == (2, False, 3 + 1)
+    assert [len(log) for log in logs] == [3]
 
 
 async def test_agent_that_leaves_too_much_is_judged_without_a_copy(template):

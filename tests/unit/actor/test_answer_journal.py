@@ -26,12 +26,13 @@ from pipelinerl.actor.answer_journal import (
     RecordedAnswer,
     request_key,
 )
-from pipelinerl.actor.executor import Executor, RolloutRules
+from pipelinerl.actor.executor import Executor, RolloutFunction, RolloutRules
 from pipelinerl.actor.messages import GroupFinished, StartGroup
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import ActorProgress, TopicJournal
 from pipelinerl.actor.router import Client, GroupRoute, RequestLimits
 from pipelinerl.actor.servers import ServerLoads
+from pipelinerl.agents import play_text_environment
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.config.rules.experiment import DOMAIN_NAME_BYTES
 from pipelinerl.llm import GenerateRequest, Prompt, TrainableLLM
@@ -184,9 +185,18 @@ class Life:
         """What the agent was answered in the newest play."""
 
     async def play(
-        self, agent: Agent, *, die_at: int | None = None, version: int = 0, attempts: tuple[int, ...] = (3,)
+        self,
+        agent: Agent,
+        *,
+        die_at: int | None = None,
+        version: int = 0,
+        attempts: tuple[int, ...] = (3,),
+        function: RolloutFunction | None = None,
     ) -> GroupFinished | None:
-        """Plays the attempts. With ``die_at``, ends like a killed process while request number ``die_at`` waits."""
+        """Plays the attempts, by ``function`` if there is one.
+
+        With ``die_at``, ends like a killed process while request number ``die_at`` waits.
+        """
         self.said, self.server.version = [], version
 
         async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
@@ -207,7 +217,7 @@ class Life:
         limits = RequestLimits(timeout_s=60.0, max_retries=0, max_completions=len(attempts))
         rules = RolloutRules(timeout_s=120.0, seq_length=1000)
         executor = Executor(
-            *(OmegaConf.create({}), [rollout], (llm, llm), Client(self.session, limits), rules),
+            *(OmegaConf.create({}), [function or rollout], (llm, llm), Client(self.session, limits), rules),
             AnswerJournal(self.folder),
         )
         executor.servers.update({"s": self.server.url}, {"s": version}, {"s": version})
@@ -276,6 +286,92 @@ async def test_interrupted_attempt_gets_its_answers_again_and_samples_only_the_r
     assert versions == [4] * turn + [6] * (TURNS - turn)
     assert rollout.num_llm_calls == TURNS
     assert dict(zip(rollout.servers, rollout.probes_missed, strict=True)) == {"s": 4 if turn else 6}
+
+
+class Dice:
+    """A world whose dice fall as they like. ``thrown``: all throws, of all processes."""
+
+    def __init__(self, thrown: list[int]):
+        self.thrown, self.mine = thrown, list[int]()
+
+    def throw(self) -> str:
+        self.thrown.append(len(self.thrown))
+        self.mine.append(self.thrown[-1])
+        return str(self.mine)
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return self.throw(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return self.throw(), 1.0, len(self.mine) > TURNS, False, {"success": True}
+
+
+class KeptDice(Dice):
+    def snapshot(self) -> bytes:
+        return bytes(self.mine)
+
+    async def restore(self, snapshot: bytes) -> None:
+        self.mine = list(snapshot)
+
+
+async def play_dice(life: Life, kind: type[Dice], thrown: list[int], **how: Any) -> GroupFinished | None:
+    async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
+        return await play_text_environment(llm, session, kind(thrown), max_turns=10)
+
+    return await life.play(chat, function=rollout, **how)
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+async def test_environment_goes_on_where_the_crash_interrupted_it(life: Life, turn: int) -> None:
+    """Also if the second play dies, while it waits for the turn after."""
+    thrown: list[int] = []
+    await play_dice(life, KeptDice, thrown, die_at=turn)
+    assert len(thrown) == 1 + turn
+    if turn < TURNS - 1:
+        await play_dice(life, KeptDice, thrown, die_at=1)
+    ended = await play_dice(life, KeptDice, thrown)
+    assert ended is not None
+    (rollout,) = ended.rollouts
+    assert thrown == list(range(1 + TURNS)), "no step was taken twice"
+    assert (rollout.reward, rollout.diverged) == (float(TURNS), False)
+    assert rollout.answers_from_journal == min(turn + 1, TURNS - 1)
+    journal = AnswerJournal(life.folder)
+    journal.resolve("d/1-2", [3])
+    journal.flush()
+    assert list((life.folder / FOLDER).iterdir()) == []
+
+
+async def test_environment_without_a_snapshot_begins_anew(life: Life) -> None:
+    thrown: list[int] = []
+    await play_dice(life, Dice, thrown, die_at=3)
+    ended = await play_dice(life, Dice, thrown)
+    assert ended is not None
+    assert ended.rollouts[0].diverged
+    assert len(thrown) == 4 + 1 + 1 + TURNS, "the second play noticed at its first throw"
+
+
+async def test_steps_without_their_answers_are_forgotten(life: Life) -> None:
+    """As when the disk failed for the answers alone."""
+    thrown: list[int] = []
+    await play_dice(life, KeptDice, thrown, die_at=3)
+    (life.folder / FOLDER / "d%2F1-2.3").unlink()
+    failed = await play_dice(life, KeptDice, thrown)
+    assert failed is not None
+    assert [failure.reason for failure in failed.failures] == ["transport"]
+    assert len(thrown) == 4
+    ended = await play_dice(life, KeptDice, thrown)
+    assert ended is not None
+    assert len(ended.rollouts) == 1
+
+
+async def test_snapshot_that_is_no_bytes_is_refused(life: Life) -> None:
+    class Texts(KeptDice):
+        def snapshot(self) -> Any:
+            return "text"
+
+    failed = await play_dice(life, Texts, [])
+    assert failed is not None
+    assert "Texts.snapshot returned str: it must return bytes" in failed.failures[0].detail
 
 
 async def test_equal_first_requests_of_a_group_are_one_request(life: Life) -> None:
