@@ -121,7 +121,7 @@ class Blocked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
-    """What servers have sampled for this worker so far. Sent once a second."""
+    """What servers have sampled for this worker so far, and how busy it is. Sent at changes, at most once a second."""
 
     tokens: int
     """Since the worker began, of answers under way too."""
@@ -129,8 +129,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     """Tokens of the longest answer under way."""
     ended: int
     """Attempts at training problems that have ended since the worker began."""
-    busy_s: float = 0.0
-    """Time in which the worker computed, or code blocked its event loop, since it began."""
+    busy: float = 0.0
+    """Share of the time since the previous report in which the worker computed, or code blocked its event loop."""
     blocked: dict[str, Blocked] = {}
     """Domains that have blocked the worker's event loop."""
 

@@ -69,7 +69,7 @@ class ActorMetrics:
         self.blocked_at: dict[str, str] = {}
         """Domain that has blocked the event loop of a worker → where it did so last."""
         self._clock, self._generating, self._generating_s = now, False, 0.0
-        self._share_held = self._held_s = self._busy_s = 0.0
+        self._share_held = self._held_s = 0.0
 
     def generating(self, now: float, is_generating: bool, share_held: float = 0.0) -> None:
         """Measures the time in which servers have training work. Call it at every turn of the loop.
@@ -106,7 +106,6 @@ class ActorMetrics:
         before = self._sampling.get(worker, NOTHING)
         self._sampled += now.tokens - (before.tokens if now.tokens >= before.tokens else 0)
         self._ended += now.ended - (before.ended if now.ended >= before.ended else 0)
-        self._busy_s += now.busy_s - (before.busy_s if now.busy_s >= before.busy_s else 0.0)
         for domain, blocked in now.blocked.items():
             earlier = before.blocked[domain].seconds if domain in before.blocked else 0.0
             self._blocked_s[domain] += blocked.seconds - (earlier if blocked.seconds >= earlier else 0.0)
@@ -147,13 +146,13 @@ class ActorMetrics:
             ActorMetric.ROLLOUTS_PER_S: (totals[ActorMetric.ROLLOUTS] - rollouts) / elapsed,
             ActorMetric.GENERATING_S: self._generating_s,
             ActorMetric.SLOTS_HELD: self._held_s / elapsed,
-            ActorMetric.WORKERS_BUSY: self._busy_s / elapsed / max(1, len(self._sampling)),
+            ActorMetric.WORKERS_BUSY: sum(each.busy for each in self._sampling.values()) / max(1, len(self._sampling)),
             ActorMetric.TOKENS_GENERATED_PER_S: (sampled - tokens) / elapsed,
             ActorMetric.ROLLOUTS_ENDED: self._ended,
             ActorMetric.LONGEST_UNDER_WAY: max((each.longest for each in self._sampling.values()), default=0),
             ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX: self._max_versions,
         }
-        self._held_s = self._busy_s = 0.0
+        self._held_s = 0.0
         values |= {ActorMetric.FAILURES.of(reason=reason): count for reason, count in self._failures.items()}
         values |= {
             ActorMetric.GROUPS_DROPPED.of(reason=reason): count for reason, count in self._dropped_groups.items()

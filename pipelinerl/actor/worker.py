@@ -165,15 +165,17 @@ async def _follow(
     send: Callable[[FromWorker], Coroutine[Any, Any, None]],
 ) -> None:
     """Follows the answers under way and reports what was sampled, once a second. Ends when it is cancelled."""
-    sent = None
+    sent, then, busy_s = None, time.monotonic(), 0.0
     while True:
         await asyncio.sleep(FOLLOW_S)
         await client.follow()
+        now = time.monotonic()
+        busy, then, busy_s = (watchdog.busy_s - busy_s) / (now - then), now, watchdog.busy_s
         sampling = Sampling(
             tokens=client.followed.tokens,
             longest=client.followed.longest,
             ended=executor.ended,
-            busy_s=watchdog.busy_s,
+            busy=round(busy, 2),
             blocked=dict(watchdog.blocked),
         )
         if sampling != sent:

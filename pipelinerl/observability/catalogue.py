@@ -115,8 +115,7 @@ class ActorMetric(Metric):
     WORKERS_BUSY = (
         "workers_busy",
         "share",
-        "of the time since the previous point in which a rollout worker computed, or code blocked its event loop, mean "
-        "over workers",
+        "of the newest second in which a rollout worker computed, or code blocked its event loop, mean over workers",
     )
     VERSIONS_IN_ONE_ROLLOUT_MAX = (
         "versions_in_one_rollout_max",

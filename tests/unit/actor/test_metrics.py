@@ -18,16 +18,13 @@ def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
     assert metrics.snapshot(9.0)["generating_s"] == (3.0 - 1.0) + (4.0 - 3.0)
 
 
-def test_workers_busy_is_the_mean_share_of_all_workers_since_the_point_before():
-    """Two workers for 4 s: 3 s and 1 s. Then one was replaced: 2 s of the new one, and 1 s more of the other."""
+def test_workers_busy_is_the_mean_of_what_each_worker_said_last():
     metrics = ActorMetrics(0.0)
-    for worker, busy_s in ((0, 2.0), (1, 1.0), (0, 3.0)):
-        metrics.sampling(worker, Sampling(tokens=0, longest=0, ended=0, busy_s=busy_s))
-    assert metrics.snapshot(4.0)["workers_busy"] == pytest.approx(4 / 8)
-    for worker, busy_s in ((0, 2.0), (1, 2.0)):
-        metrics.sampling(worker, Sampling(tokens=0, longest=0, ended=0, busy_s=busy_s))
-    assert metrics.snapshot(8.0)["workers_busy"] == pytest.approx(3 / 8)
-    assert metrics.snapshot(9.0)["workers_busy"] == 0.0
+    assert metrics.snapshot(1.0)["workers_busy"] == 0.0
+    for worker, busy in ((0, 0.9), (1, 0.2), (0, 1.0)):
+        metrics.sampling(worker, Sampling(tokens=0, longest=0, ended=0, busy=busy))
+    assert metrics.snapshot(2.0)["workers_busy"] == pytest.approx(0.6)
+    assert metrics.snapshot(3.0)["workers_busy"] == pytest.approx(0.6)
 
 
 def test_slots_held_is_the_mean_share_since_the_point_before():
