@@ -47,7 +47,7 @@ test-fast: install
 test-slow: install redis
 	$(PYTEST) -m slow -p tests.slow_results
 
-# The newest versions of all libraries that the pinned vLLM allows. TESTS="tests/numerics" runs those alone.
+# The newest versions of all libraries that the pinned vLLM allows. TESTS="tests/numerics" runs those alone. 20 minutes.
 test-newest: install
 	$(PY) -m tools.newest $(TESTS)
 
