@@ -34,15 +34,37 @@ EASY = 0.95
 """Probability of the other tokens of a turn, whose surprise means nothing."""
 
 
-@dataclass(frozen=True)
-class Decisive:
-    """Right at turn ``turn`` is a success, but for `noise`. No other turn counts."""
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """States are int [P, …], one row per path."""
+
+    turns: int = 12
+    tokens: int = 16
+    """Of a turn. One is the choice."""
+
+    def first(self, rng: Generator, P: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def after(self, rng: Generator, states_P: np.ndarray, turn: int, right_P: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def over(self, states_P: np.ndarray) -> np.ndarray:
+        return np.zeros(len(states_P), bool)
+
+    def reward(self, rng: Generator, states_P: np.ndarray, turns_P: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def values(self, states: np.ndarray, p_T: np.ndarray) -> np.ndarray | None:
+        """V [P, T + 1] of the states of paths. None: not computed."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisive(Task):
+    """Right at turn ``turn`` is a success, but for ``noise``. No other turn counts."""
 
     turn: int
     noise: float = 0.0
-    tokens: int = 16
-    """Of a turn. One is the choice."""
-    turns: int = 12
 
     def first(self, rng: Generator, P: int) -> np.ndarray:
         return np.full((P, 1), -1)
@@ -50,24 +72,17 @@ class Decisive:
     def after(self, rng: Generator, states_P: np.ndarray, turn: int, right_P: np.ndarray) -> np.ndarray:
         return np.where(turn == self.turn, right_P[:, None], states_P)
 
-    def over(self, states_P: np.ndarray) -> np.ndarray:
-        return np.zeros(len(states_P), bool)
-
     def reward(self, rng: Generator, states_P: np.ndarray, turns_P: np.ndarray) -> np.ndarray:
-        return (rng.random(len(states_P)) < self.values(states_P, 0.0)).astype(float)
+        return (rng.random(len(states_P)) < self.noise + (1 - 2 * self.noise) * states_P[:, 0]).astype(float)
 
-    def values(self, states: np.ndarray, p: float) -> np.ndarray:
-        """[…]: V of states […, 1], where the choice is right with probability ``p``."""
-        right = np.where(states[..., 0] < 0, p, states[..., 0])
+    def values(self, states: np.ndarray, p_T: np.ndarray) -> np.ndarray:
+        right = np.where(states[..., 0] < 0, p_T[self.turn], states[..., 0])
         return self.noise + (1 - 2 * self.noise) * right
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Every turn must be right, and the first wrong one is not noticed."""
-
-    tokens: int = 16
-    turns: int = 12
+@dataclass(frozen=True, kw_only=True)
+class Chain(Task):
+    """Every turn must be right. The first wrong one is not noticed."""
 
     def first(self, rng: Generator, P: int) -> np.ndarray:
         return np.ones((P, 1), int)
@@ -75,23 +90,21 @@ class Chain:
     def after(self, rng: Generator, states_P: np.ndarray, turn: int, right_P: np.ndarray) -> np.ndarray:
         return states_P * right_P[:, None]
 
-    def over(self, states_P: np.ndarray) -> np.ndarray:
-        return np.zeros(len(states_P), bool)
-
     def reward(self, rng: Generator, states_P: np.ndarray, turns_P: np.ndarray) -> np.ndarray:
         return states_P[:, 0].astype(float)
 
+    def values(self, states: np.ndarray, p_T: np.ndarray) -> np.ndarray:
+        return states[..., 0] * np.append(np.cumprod(p_T[::-1])[::-1], 1.0)
 
-@dataclass(frozen=True)
-class Guessing:
+
+@dataclass(frozen=True, kw_only=True)
+class Guessing(Task):
     """The game of `domains/guessing`, 1 … 128 in eight turns. Right: the middle of what is left. Wrong: any of it."""
 
-    tokens: int = 16
     turns: int = 8
 
     def first(self, rng: Generator, P: int) -> np.ndarray:
-        hidden_P = np.full(P, rng.integers(1, 129))
-        return np.stack((np.ones_like(hidden_P), np.full_like(hidden_P, 128), hidden_P, np.zeros_like(hidden_P)), 1)
+        return np.tile([1, 128, rng.integers(1, 129), 0], (P, 1))  # all attempts at one hidden number
 
     def after(self, rng: Generator, states_P: np.ndarray, turn: int, right_P: np.ndarray) -> np.ndarray:
         low, high, hidden, _ = states_P.T
@@ -104,9 +117,6 @@ class Guessing:
 
     def reward(self, rng: Generator, states_P: np.ndarray, turns_P: np.ndarray) -> np.ndarray:
         return np.where(self.over(states_P), 2 - (turns_P - 1) / 10, 0.0)
-
-
-Task = Decisive | Chain | Guessing
 
 
 class Paths(NamedTuple):
@@ -219,6 +229,11 @@ def group(paths: Paths, values: np.ndarray | None) -> np.ndarray:
     return np.repeat(leave_one_out(paths.returns_P)[:, None], paths.right_PT.shape[1], 1)
 
 
+def truth(paths: Paths, values: np.ndarray | None) -> np.ndarray:
+    assert values is not None
+    return np.diff(values, axis=1)
+
+
 def branches(paths: Paths, values: np.ndarray | None) -> np.ndarray:
     """V(after) − V(before), where each turn's states are the nearest ones with branches, the first, and the last.
 
@@ -307,11 +322,12 @@ class Method(NamedTuple):
     choose: Chooser | None = None
     branches: int = BRANCHES
     known: bool = False
-    """Whether the values of the states with branches are given, and not estimated."""
+    """Whether the estimate is given the true values of the states with branches."""
 
 
 METHODS = {
     "group": Method(group),
+    "true advantages of a group": Method(truth, known=True),
     "random states": Method(branches, at_random),
     "random states, values known": Method(branches, at_random, known=True),
     "random states, prediction": Method(prediction, at_random),
@@ -357,7 +373,7 @@ def correlation(
         p_T = np.full(task.turns, others)
         p_T[task.turn] = 0.5
         paths = sampled(task, rng, p_T, method)
-        values, own_PT = task.values(paths.states, 0.5), paths.own_PT
+        values, own_PT = task.values(paths.states, p_T), paths.own_PT
         estimated.append(method.estimate(paths, values if method.known else None)[own_PT])
         true.append(np.diff(values, axis=1)[own_PT])
         of_rollouts.append(np.repeat(paths.first_P == 0, own_PT.sum(1)))
@@ -378,8 +394,8 @@ def gradients(method: Method, task: Task, p_T: np.ndarray, num_groups: int, seed
     gradients_GT, turns = np.zeros((num_groups, task.turns)), 0
     for g in range(num_groups):
         paths = sampled(task, rng, p_T, method)
-        own_PT = paths.own_PT
-        gradients_GT[g] = (own_PT * method.estimate(paths, None) * (paths.right_PT - p_T)).sum(0)
+        own_PT, values = paths.own_PT, task.values(paths.states, p_T) if method.known else None
+        gradients_GT[g] = (own_PT * method.estimate(paths, values) * (paths.right_PT - p_T)).sum(0)
         turns += int(own_PT.sum())
     return gradients_GT, turns / num_groups
 
@@ -405,13 +421,15 @@ def measure(num_groups: int) -> dict[str, Any]:
         true_T = plain[0].mean(0)
         row = {}
         for name, method in METHODS.items():
-            if method.known or method.choose in (None, everywhere):
+            if method.estimate is group or method.choose is everywhere:
                 continue
-            if method.choose is around_the_decisive and not isinstance(task, Decisive):
+            if not isinstance(task, Decisive) and method.choose is around_the_decisive:
+                continue
+            if isinstance(task, Guessing) and method.known:
                 continue
             found = gradients(method, task, p_T, num_groups, seed=2)
             needed, error = (value / turns_needed(*plain, true_T)[0] for value in turns_needed(*found, true_T))
-            row[name] = f"{needed:.2f} ± {error:.2f}"
+            row[name] = f"{needed:.2f} ± {error:.2f}" if needed > 1e-9 else "0"
         result["turns needed over the group's"][label] = row
         print(label, row, flush=True)
     return result
