@@ -67,6 +67,16 @@ class Workspace(ABC):
         outcome, _ = await self.execute(UNPACK, content, {}, self.limits)
         _check_copied(outcome, 0)
 
+    async def begin(self, start: Awaitable[None], content: bytes) -> Self:
+        """Awaits the start, and unpacks the content. If either fails, the workspace is removed."""
+        try:
+            await start
+            await self.restore(content)
+        except BaseException:
+            await self.remove()
+            raise
+        return self
+
     async def __aenter__(self) -> Self:
         return self
 

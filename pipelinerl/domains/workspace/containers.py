@@ -74,13 +74,7 @@ class ContainerWorkspace(Workspace):
             NotCopied: the content is larger than ``disk_mb``.
         """
         workspace = cls(client, limits)
-        try:
-            await workspace._start(agent, image, options)
-            await workspace.restore(content)
-        except BaseException:
-            await workspace.remove()
-            raise
-        return workspace
+        return await workspace.begin(workspace._start(agent, image, options), content)
 
     async def _start(self, agent: RecordedAgent | None, image: str, options: Sequence[str]) -> None:
         port = 0

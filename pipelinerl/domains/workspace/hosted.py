@@ -77,22 +77,21 @@ class HostedWorkspace(Workspace):
         """
         workspace = cls(provider, limits)
         reaches = None if agent is None else _checked(provider, endpoint_address)
-        try:
-            with provider_errors(provider):
-                async with asyncio.timeout(START_S):
-                    workspace._execute = await workspace._machine.enter_async_context(
-                        MACHINES[provider](lifetime_s, image, reaches)
-                    )
-            if agent is not None:
-                listening = socket.create_server(("", 0))
-                there = f"http://{reaches}:{listening.getsockname()[1]}"
-                workspace._urls = (agent.anthropic_base_url, there)
-                await agent.answer_on(listening)
-            await workspace.restore(content)
-        except BaseException:
-            await workspace.remove()
-            raise
-        return workspace
+        return await workspace.begin(workspace._start(agent, image, reaches, lifetime_s), content)
+
+    async def _start(
+        self, agent: RecordedAgent | None, image: str | None, reaches: str | None, lifetime_s: int
+    ) -> None:
+        with provider_errors(self._provider):
+            async with asyncio.timeout(START_S):
+                self._execute = await self._machine.enter_async_context(
+                    MACHINES[self._provider](lifetime_s, image, reaches)
+                )
+        if agent is not None:
+            listening = socket.create_server(("", 0))
+            there = f"http://{reaches}:{listening.getsockname()[1]}"
+            self._urls = (agent.anthropic_base_url, there)
+            await agent.answer_on(listening)
 
     async def execute(
         self, command: Sequence[str], stdin: bytes, env: Mapping[str, str], limits: Limits

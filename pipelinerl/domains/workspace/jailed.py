@@ -72,14 +72,11 @@ class JailWorkspace(Workspace):
         except OSError as failure:
             raise VerifierError(f"the workspace did not start: {failure}") from failure
         workspace = cls(jail, usable, limits)
-        try:
-            if agent is not None and jail.listening is not None:
-                await agent.answer_on(jail.listening)
-            await workspace.restore(content)
-        except BaseException:
-            await workspace.remove()
-            raise
-        return workspace
+        return await workspace.begin(workspace._start(agent), content)
+
+    async def _start(self, agent: RecordedAgent | None) -> None:
+        if agent is not None and self._jail.listening is not None:
+            await agent.answer_on(self._jail.listening)
 
     async def execute(
         self, command: Sequence[str], stdin: bytes, env: Mapping[str, str], limits: Limits
