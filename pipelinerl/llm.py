@@ -265,7 +265,7 @@ class RolloutState:
     hint: str | None = None
     """A text of the problem that a teacher sees after the last user message, and the policy does not."""
     environment_file: Path | None = None
-    """Keeps the steps of the rollout's environment over a crash. None: they are not kept."""
+    """Keeps the steps of the rollout's first environment over a crash. None: not kept, or that environment has it."""
     num_calls: int = 0
     num_forks: int = 0
     """Prompts that left sampled tokens of their conversation behind (``chat.left_turn``)."""

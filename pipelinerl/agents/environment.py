@@ -70,6 +70,7 @@ async def play_text_environment(
         dataset_name: groups the metrics.
     """
     kept = KeptEnvironment(environment, llm.state.environment_file)
+    llm.state.environment_file = None  # of the rollout's first episode
     observation = (await kept.reset(seed)).observation
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": observation})

@@ -44,8 +44,8 @@ class HostedWorkspace(Workspace):
         self.limits = limits
         self._provider, self._machine = provider, AsyncExitStack()
         self._execute: Execute | None = None
-        self._urls = ("http://none", "")
-        """The endpoint's address on this machine, and the one in its place there."""
+        self._urls = ("", "")
+        """The endpoint's address on this machine, and the one in its place there. Empty: there is none."""
 
     @classmethod
     async def make(

@@ -341,6 +341,19 @@ async def test_environment_goes_on_where_the_crash_interrupted_it(life: Life, tu
     assert list((life.folder / FOLDER).iterdir()) == []
 
 
+async def test_second_episode_of_a_rollout_has_steps_of_its_own(life: Life) -> None:
+    episodes = [KeptDice([]), KeptDice([])]
+
+    async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
+        await play_text_environment(llm, session, episodes[0], max_turns=10)
+        return await play_text_environment(llm, session, episodes[1], max_turns=10)
+
+    ended = await life.play(chat, function=rollout)
+    assert ended is not None
+    assert len(ended.rollouts) == 1
+    assert [episode.thrown for episode in episodes] == [list(range(1 + TURNS))] * 2
+
+
 async def test_environment_without_a_snapshot_begins_anew(life: Life) -> None:
     thrown: list[int] = []
     await play_dice(life, Dice, thrown, die_at=3)
