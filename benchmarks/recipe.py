@@ -116,10 +116,12 @@ def english(
 
 
 def said(test: SeenRollout, tokenizer: PreTrainedTokenizerBase) -> str:
-    return "".join(
-        tokenizer.decode(sequence.token_ids[-len(sequence.logprobs) :], skip_special_tokens=True)
+    """What was sampled, without the tokens between the turns."""
+    sampled = [
+        [token for start, end, _ in sequence.spans.tolist() for token in sequence.token_ids[start:end].tolist()]
         for sequence in test.rollout.sequences
-    )
+    ]
+    return "".join(tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in sampled)
 
 
 def answers(tests: Sequence[SeenRollout], version: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.recipe import logprobs_of, repeated_words, training
+from benchmarks.recipe import logprobs_of, repeated_words, said, training
 from pipelinerl.records import SamplesProcessed, TrainingSequence
 
 
@@ -43,3 +43,20 @@ def test_seconds_of_training_leave_out_the_time_between_two_starts() -> None:
     found = training(steps)
     assert found["seconds"] == [3.5, 7.0]
     assert found["reward"] == [0.25, 0.25]
+
+
+class Words(dict[int, str]):
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self[token] for token in token_ids)
+
+
+def test_said_is_what_was_sampled_in_all_turns_by_all_versions() -> None:
+    """Two turns with the user's token 9 between them. The first is of two weight versions."""
+    sequence = TrainingSequence(
+        token_ids=np.array([9, 1, 2, 9, 3], dtype=np.int32),
+        logprobs=np.zeros(3, dtype=np.float32),
+        spans=np.array([(1, 2, 0), (2, 3, 1), (4, 5, 1)], dtype=np.int32),
+        finish_reason="stop",
+    )
+    test = SimpleNamespace(rollout=SimpleNamespace(sequences=[sequence, sequence]))
+    assert said(test, Words({1: "a", 2: "b", 3: "c", 9: "-"})) == "abcabc"  # type: ignore[arg-type]
