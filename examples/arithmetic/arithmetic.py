@@ -4,7 +4,6 @@ python -m examples.arithmetic.arithmetic --rows 200 --seed 0 > results/arithmeti
 """
 
 import re
-import statistics
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -114,12 +113,6 @@ def conversations(rows: int, seed: int) -> list[dict[str, Any]]:
             ]
             found.append({"messages": messages})
     return found
-
-
-def best_constant() -> float:
-    """Success of the one number that is right most often in ``test``."""
-    answers = [problem["answer"] for problem in load_problems(["test"])]
-    return answers.count(statistics.mode(answers)) / len(answers)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python -m examples.tools.tools --rows 200 --seed 0 > results/tools.jsonl    conv
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -89,6 +89,11 @@ class ToolMetrics(BaseMetrics):
     calls: float
     right_call: float
     """Whether the result of a call is the right answer, whatever the answer says."""
+
+
+def figures(means: Mapping[str, float]) -> dict[str, float]:
+    """What `benchmarks.recipe` adds to an evaluation."""
+    return {name: means[name] for name in ("calls", "right_call")}
 
 
 async def generate_rollout(

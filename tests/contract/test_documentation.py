@@ -201,7 +201,8 @@ def test_arguments_of_public_functions_are_explained() -> None:
 
 NAMES = ("faq", "installing", "run-folder", "domains", "objectives", "testing", "migrating", "verification")
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *(DOCS / f"{name}.md" for name in NAMES), *GUIDES]
+RECIPES = sorted((ROOT / "examples").glob("*/README.md"))
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *(DOCS / f"{name}.md" for name in NAMES), *GUIDES, *RECIPES]
 """Pages whose commands are for one machine. Those of docs/cluster.md need several."""
 OWN_FILES = ("my_domain", "sums", "sums_cpu", "NAME")
 """Configurations that a page has the reader write."""
@@ -230,7 +231,7 @@ def test_every_extra_is_in_the_table_of_installing() -> None:
     assert named == set(extras)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_pages_exist(page: Path) -> None:
     names = [words[1] for words in commands(page, "pipelinerl ") if words[0] == "pipelinerl"]
     assert [name for name in names if name not in COMMANDS and not name.startswith("-")] == []
@@ -284,7 +285,7 @@ def is_defined(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_launches_of_the_pages_are_valid_configurations(page: Path) -> None:
     for words in commands(page, "pipelinerl.launch "):
         name = next((word.partition("=")[2] for word in words if word.startswith("--config-name=")), "NAME")
