@@ -32,7 +32,7 @@ from pipelinerl.records import Rollout
 from pipelinerl.records.answers import Completion
 from pipelinerl.rollouts import CallTokens
 from pipelinerl.streams.codec import Codec
-from pipelinerl.streams.frames import header, parse_frame
+from pipelinerl.streams.frames import framed, only_payload, parse_frame
 from pipelinerl.world.disk import make_folder
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class AttemptFile:
             self.clear()
             return
         self._plays += 1
-        self._write(b"".join(_frame(self._count + i, PLAYED) for i in range(self._plays)))
+        self._write(b"".join(framed(self._count + i, PLAYED) for i in range(self._plays)))
 
     def end_play(self) -> None:
         """Takes the notes back: the attempt ended, and its process outlived it."""
@@ -145,7 +145,7 @@ class AttemptFile:
             self._write(b"")
 
     def append(self, answer: RecordedAnswer) -> None:
-        frame = _frame(self._count, _codec.encode(answer))
+        frame = framed(self._count, _codec.encode(answer))
         if self._write(frame):
             self._count += 1
             self._plays = 0
@@ -176,10 +176,6 @@ class AttemptFile:
             self.fail(error)
             return False
         return True
-
-
-def _frame(number: int, payload: bytes) -> bytes:
-    return header(number, payload) + payload
 
 
 def _read(content: bytes) -> tuple[list[RecordedAnswer], int, int]:
@@ -234,8 +230,7 @@ class AnswerJournal:
 
         def read() -> RecordedJudgement | None:
             try:
-                frame = parse_frame(self._path(group_id, JUDGEMENT).read_bytes(), 0, 0)
-                return None if frame is None else _judgements.decode(frame.payload)
+                return _judgements.decode(only_payload(self._path(group_id, JUDGEMENT).read_bytes()))
             except (OSError, StreamError):
                 return None
 
@@ -248,7 +243,7 @@ class AnswerJournal:
 
     async def record_judgement(self, group_id: str, judgement: RecordedJudgement) -> None:
         """Records the rewards of a group. A disk that fails or is slow costs their record alone."""
-        path, frame = self._path(group_id, JUDGEMENT), _frame(0, _judgements.encode(judgement))
+        path, frame = self._path(group_id, JUDGEMENT), framed(0, _judgements.encode(judgement))
         try:
             await _written(path.write_bytes, frame)
         except (OSError, TimeoutError) as error:

@@ -18,7 +18,7 @@ from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.records import ActorRecord, BatchUnit, OrderResumed, ProblemHistory, RolloutGroup, outcome_of
 from pipelinerl.records.order import DomainOrder
 from pipelinerl.streams import TopicReader, TopicWriter, open_reader
-from pipelinerl.streams.frames import header, parse_frame
+from pipelinerl.streams.frames import framed, only_payload
 from pipelinerl.world.disk import make_folder, replace_file
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
     path, payload = folder / SNAPSHOT_FILE, msgspec.msgpack.encode(snapshot)
     try:
         make_folder(folder)
-        replace_file(path, header(0, payload) + payload, mode=0o600, sync=True)
+        replace_file(path, framed(0, payload), mode=0o600, sync=True)
     except OSError as error:
         raise StreamError(f"{path} cannot be written: {error}") from error
 
@@ -230,10 +230,7 @@ def load_snapshot(folder: Path) -> ActorSnapshot | None:
     """Loads the newest snapshot. Returns None if there is none. Raises ``CorruptStreamError`` if it is damaged."""
     path = folder / SNAPSHOT_FILE
     try:
-        frame = parse_frame(path.read_bytes(), 0, 0)
-        if frame is None:
-            raise CorruptStreamError("it is cut")
-        return msgspec.msgpack.decode(frame.payload, type=ActorSnapshot)
+        return msgspec.msgpack.decode(only_payload(path.read_bytes()), type=ActorSnapshot)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, CorruptStreamError) as error:

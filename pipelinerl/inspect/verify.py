@@ -16,7 +16,7 @@ from pipelinerl.errors import CorruptStreamError
 from pipelinerl.streams.api import get_streams_backend
 from pipelinerl.streams.base import RETENTION, StreamStats
 from pipelinerl.streams.epoch import read_epoch
-from pipelinerl.streams.frames import parse_frame
+from pipelinerl.streams.frames import only_payload
 from pipelinerl.streams.spec import SingleStreamSpec
 
 
@@ -94,8 +94,7 @@ def pointers(run_dir: Path) -> Iterator[tuple[str, str, int]]:
     """Yield (owner, stream, record) of each snapshot and checkpoint that continues at a record of the present epoch."""
     for path in sorted(run_dir.glob("actor_*/progress.msgpack")):
         try:
-            frame = parse_frame(path.read_bytes(), 0, 0)
-            offset = int(msgspec.msgpack.decode(frame.payload if frame else b"")["offset"])
+            offset = int(msgspec.msgpack.decode(only_payload(path.read_bytes()))["offset"])
         except (OSError, ValueError, KeyError, TypeError, CorruptStreamError):
             continue
         yield f"{path.parent.name}'s snapshot", f"actor/{path.parent.name.removeprefix('actor_')}/0", offset

@@ -41,6 +41,18 @@ def header(offset: int, payload: Buffer) -> bytes:
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
+def framed(offset: int, payload: Buffer) -> bytes:
+    """Returns the whole frame of ``payload``, which is record number ``offset``."""
+    return header(offset, payload) + payload
+
+
+def only_payload(content: bytes) -> memoryview:
+    """Returns what a file of one frame holds. Raises ``CorruptStreamError`` if it is damaged."""
+    if (frame := parse_frame(content, 0, 0)) is None:
+        raise CorruptStreamError("it is cut")
+    return frame.payload
+
+
 def is_header(buffer: Buffer | mmap.mmap, start: int, offset: int) -> bool:
     """Returns whether a complete, verified header of record ``offset`` is at ``start``."""
     if len(buffer) - start < HEADER_BYTES:

@@ -199,7 +199,7 @@ class RedisAppender(Appender):
         if not self._open:
             raise StreamError(f"{self._spec}: the writer is closed")
         offset = self.next_offset
-        frame = frames.header(offset, payload) + payload
+        frame = frames.framed(offset, payload)
         try:
             self._server.script(_APPEND, [self._key, f"{self._key}:writer"], [self._token, offset, frame])
         except ResponseError as error:

@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.inspect import streams as command
 from pipelinerl.streams.files import cursor
-from pipelinerl.streams.frames import header
+from pipelinerl.streams.frames import framed
 from tests.run_folder import Story, make_run
 from tests.says import says
 
@@ -68,7 +68,7 @@ def test_lost_ends_and_what_points_behind_them(run: Path, capsys: pytest.Capture
     path.write_bytes(path.read_bytes()[:-10])
     (run / "actor_0").mkdir(exist_ok=True)
     payload = msgspec.msgpack.encode({"offset": 9})
-    (run / "actor_0" / "progress.msgpack").write_bytes(header(0, payload) + payload)
+    (run / "actor_0" / "progress.msgpack").write_bytes(framed(0, payload))
     manifest = run / "checkpoints" / "step_4" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text(json.dumps({"counters": {"positions": {"0/0": 12}}}))

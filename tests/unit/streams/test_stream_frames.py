@@ -6,11 +6,8 @@ import pytest
 
 from pipelinerl.errors import CorruptStreamError
 from pipelinerl.streams import frames
+from pipelinerl.streams.frames import framed
 from tests.says import says
-
-
-def frame(offset: int, payload: bytes) -> bytes:
-    return frames.header(offset, payload) + payload
 
 
 def test_header_is_twenty_bytes_of_length_checksum_and_offset():
@@ -21,7 +18,7 @@ def test_header_is_twenty_bytes_of_length_checksum_and_offset():
 
 
 def test_parse_gives_payload_and_end():
-    buffer = frame(0, b"first") + frame(1, b"") + frame(2, b"third")
+    buffer = framed(0, b"first") + framed(1, b"") + framed(2, b"third")
     first = frames.parse_frame(buffer, 0, 0)
     assert first is not None
     second = frames.parse_frame(buffer, first.end, 1)
@@ -33,14 +30,14 @@ def test_parse_gives_payload_and_end():
 
 
 def test_parse_incomplete_frame_is_not_yet_there():
-    whole = frame(7, b"payload")
+    whole = framed(7, b"payload")
     assert all(frames.parse_frame(whole[:n], 0, 7) is None for n in range(len(whole)))
     assert frames.parse_frame(bytes(100), 0, 7) is None
 
 
 def test_parse_frame_torn_at_any_byte_before_unfilled_space_is_not_yet_there():
     payload = bytes(range(1, 201)) * 2
-    whole = frame(7, payload)
+    whole = framed(7, payload)
     for kept in range(len(whole)):
         space = bytes(len(whole) - kept + 4096)
         assert frames.parse_frame(whole[:kept] + space, 0, 7) is None, kept
@@ -48,7 +45,7 @@ def test_parse_frame_torn_at_any_byte_before_unfilled_space_is_not_yet_there():
 
 
 def test_parse_flipped_bit_before_unfilled_space_is_damage():
-    whole = frame(7, bytes(range(1, 201)))
+    whole = framed(7, bytes(range(1, 201)))
     for place in (0, 5, 17, 25, len(whole) - 2):
         flipped = bytearray(whole)
         flipped[place] ^= 4
@@ -63,9 +60,9 @@ def test_parse_zeros_before_data_are_damage():
 
 def test_parse_wrong_offset_and_size_are_named():
     with pytest.raises(CorruptStreamError, match=says("record 3", "record 2")):
-        frames.parse_frame(frame(2, b"x"), 0, 3)
+        frames.parse_frame(framed(2, b"x"), 0, 3)
     with pytest.raises(CorruptStreamError, match=says("record 2", "9 bytes", "streams.max_record_mb", 8)):
-        frames.parse_frame(frame(2, b"123456789"), 0, 2, max_payload_bytes=8)
+        frames.parse_frame(framed(2, b"123456789"), 0, 2, max_payload_bytes=8)
 
 
 def test_ten_thousand_fuzzed_frames_never_give_a_wrong_record():
@@ -73,7 +70,7 @@ def test_ten_thousand_fuzzed_frames_never_give_a_wrong_record():
     outcomes = {"none": 0, "refused": 0, "true": 0}
     for _ in range(10_000):
         payload = rng.randbytes(rng.randrange(40))
-        fuzzed = bytearray(frame(3, payload))
+        fuzzed = bytearray(framed(3, payload))
         kind = rng.randrange(4)
         if kind == 0:
             fuzzed = bytearray(rng.randbytes(rng.randrange(80)))
