@@ -15,7 +15,7 @@ from pipelinerl.config.environment import in_utf8
 from pipelinerl.config.origin import make_examples_importable
 from pipelinerl.config.paths import config_names, search_path
 from pipelinerl.config.versions import installed_versions
-from pipelinerl.errors import EXIT_REFUSED, reader_may_leave
+from pipelinerl.errors import EXIT_REFUSED, told_in_one_line
 
 
 class Command(NamedTuple):
@@ -53,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     in_utf8()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return told_in_one_line(lambda: run(arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        with reader_may_leave():
-            print(help_text())
+        print(help_text())
         return 0 if arguments else EXIT_REFUSED
     name = arguments[0]
     if name == "--version":

@@ -21,11 +21,11 @@
 Users catch ``PipelineRLError``. Messages name the key, the value received, the constraint and the fix.
 """
 
-import contextlib
+import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 EXIT_REFUSED = 2
 """Exit code of a program that refuses its command line, its configuration or the run folder. A restart cannot help."""
@@ -43,22 +43,29 @@ def visible(text: str) -> str:
 
 
 def told_in_one_line(main: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code. A ``PipelineRLError`` becomes one line on stderr and exit code 2."""
-    try:
-        return main()
-    except PipelineRLError as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        return EXIT_REFUSED
+    """Runs a command and returns its exit code.
 
-
-@contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Ends the block quietly when the reader of standard output has seen enough (`pipelinerl --help | head`)."""
+    A ``PipelineRLError`` and a file that cannot be used become one line on stderr and exit code 2. The command ends
+    quietly when the reader of standard output has seen enough (`pipelinerl --help | head`).
+    """
     try:
-        yield
+        code = main()
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
+        return code
+    except PipelineRLError as error:
+        reason = str(error)
+    except OSError as error:
+        if error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
+        elif error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
+            if error.errno == errno.EPIPE:
+                return 0
+            reason = f"the output cannot be written: {error.strerror}"
+        else:
+            raise
+    print(f"error: {visible(reason)}", file=sys.stderr)
+    return EXIT_REFUSED
 
 
 class PipelineRLError(Exception):

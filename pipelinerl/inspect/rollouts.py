@@ -27,7 +27,7 @@ from rich.text import Text
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
-from pipelinerl.errors import ConfigError, reader_may_leave, told_in_one_line, visible
+from pipelinerl.errors import ConfigError, visible
 from pipelinerl.inspect.decode import (
     Message,
     TokenText,
@@ -52,7 +52,7 @@ TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    with contextlib.suppress(KeyboardInterrupt), reader_may_leave(), look_into(args.run):
+    with contextlib.suppress(KeyboardInterrupt), look_into(args.run):
         show(args)
     return 0
 
@@ -237,4 +237,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

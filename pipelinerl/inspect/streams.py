@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import PipelineRLError, StreamError, reader_may_leave, visible
+from pipelinerl.errors import StreamError, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import look_into, natural
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
@@ -39,12 +39,8 @@ Show = Callable[[SingleStreamSpec, int, Any], str]
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     code: int | None = None
-    try:
-        with contextlib.suppress(KeyboardInterrupt), reader_may_leave(), look_into(args.run):
-            code = args.command(args)
-    except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with contextlib.suppress(KeyboardInterrupt), look_into(args.run):
+        code = args.command(args)
     return code or 0
 
 

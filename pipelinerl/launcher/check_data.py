@@ -23,7 +23,7 @@ from pipelinerl.config.sections import DomainSection
 from pipelinerl.domains import rows
 from pipelinerl.domains.contract import Domain, domains_of
 from pipelinerl.domains.rows import RowReport, collected_reports
-from pipelinerl.errors import EXIT_REFUSED, DomainError, PipelineRLError
+from pipelinerl.errors import EXIT_REFUSED, ConfigError, DomainError
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import composed
 from pipelinerl.observability.logging import show_prints
@@ -129,14 +129,9 @@ def num_conversations(dataset: str, max_left_out: float) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (None: `sys.argv`) and return the exit code."""
     args = parser().parse_intermixed_args(argv)
-    try:
-        found = [check(*one) for one in asked(args)]
-    except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    found = [check(*one) for one in asked(args)]
     if not found:
-        print("error: name a data set, or an experiment with --config-name", file=sys.stderr)
-        return EXIT_REFUSED
+        raise ConfigError("name a data set, or an experiment with --config-name")
     if args.json:
         print(json.dumps([one.as_json() for one in found], indent=1))
     else:

@@ -25,7 +25,7 @@ from typing import Any
 
 from pipelinerl.config.origin import make_importable
 from pipelinerl.config.paths import RUN_CONFIG, newest_export
-from pipelinerl.errors import ConfigError, told_in_one_line, visible
+from pipelinerl.errors import ConfigError, visible
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.reading import command_parser
@@ -237,4 +237,4 @@ def cell(found: Mapping[str, float] | None) -> str:
 
 if __name__ == "__main__":
     os.umask(0o077)
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

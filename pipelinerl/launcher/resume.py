@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.load import load_run_dictconfig, suggestion
 from pipelinerl.config.resume import OF_ONE_LAUNCH
-from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import interruptible
 
@@ -49,4 +49,4 @@ def go_on(run_dir: Path, overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

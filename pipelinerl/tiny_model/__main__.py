@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from pipelinerl.errors import EXIT_REFUSED, ConfigError
+from pipelinerl.errors import told_in_one_line
 from pipelinerl.tiny_model import RECIPES, build
 from pipelinerl.tiny_model.gguf_file import DTYPES, convert_gguf
 from pipelinerl.world.home import writable_folders
@@ -39,11 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     make = from_gguf if words[:1] == ["gguf"] else from_recipe
-    try:
-        print(make(words))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    print(make(words))
     return 0
 
 
@@ -80,4 +76,4 @@ def from_recipe(words: list[str]) -> Path:
 
 if __name__ == "__main__":
     os.environ.update(writable_folders(os.environ))
-    sys.exit(main())
+    sys.exit(told_in_one_line(main))

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipelinerl.errors import EXIT_REFUSED, told_in_one_line
+
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A container without a locale, for Pythons that would mend it themselves."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +27,17 @@ def test_help_whose_reader_leaves_is_no_error() -> None:
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_output_without_room_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "pipelinerl", "--help"], stdout=full, stderr=-1, check=False)
+    assert (done.returncode, done.stderr) == (2, b"error: the output cannot be written: No space left on device\n")
+
+
+def test_folder_in_place_of_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told_in_one_line(lambda: len(tmp_path.read_text())) == EXIT_REFUSED
+    assert capsys.readouterr().err == f"error: {tmp_path}: Is a directory\n"
 
 
 def test_help_of_every_command_needs_no_docstrings_locale_or_torch_and_has_the_options_of_the_pages() -> None:

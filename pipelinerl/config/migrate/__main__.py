@@ -14,7 +14,7 @@ import yaml
 
 from pipelinerl.config.migrate.folder import migrate_file, migrate_folder
 from pipelinerl.config.migrate.migration import Migration
-from pipelinerl.errors import EXIT_REFUSED, ConfigError
+from pipelinerl.errors import ConfigError
 
 WIDTH = 118
 """Longest line of the new file."""
@@ -38,16 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where the experiments of a folder are written")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     old: Path = arguments.old
-    try:
-        if not old.is_dir():
-            print(written(migrate_file(old), old.name), end="")
-            return 0
-        if arguments.to is None:
-            raise ConfigError(f"{old} is a folder: add `--to FOLDER` for its new experiments")
-        write_folder(old, arguments.to)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    if not old.is_dir():
+        print(written(migrate_file(old), old.name), end="")
+        return 0
+    if arguments.to is None:
+        raise ConfigError(f"{old} is a folder: add `--to FOLDER` for its new experiments")
+    write_folder(old, arguments.to)
     return 0
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.config.paths import REPORT_FILE
-from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.page.build import LOOPBACK, LiveRuns, make_server, write_page
 from pipelinerl.inspect.reading import command_parser, port_number
 
@@ -52,4 +51,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

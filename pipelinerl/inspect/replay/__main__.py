@@ -22,7 +22,7 @@ from typing import Any
 
 from pipelinerl.config.engine import engine_of, traits_of
 from pipelinerl.config.load import load_old_run
-from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line, visible
+from pipelinerl.errors import ConfigError, PipelineRLError, visible
 from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.reading import command_parser, look_into, natural
 from pipelinerl.inspect.replay import folder as files
@@ -140,4 +140,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

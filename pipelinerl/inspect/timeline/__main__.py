@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.config.paths import TIMELINE_FILE
-from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.inspect.timeline.chrome import chrome_trace
 from pipelinerl.inspect.timeline.overlap import draw, overlap
@@ -47,4 +46,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.errors import told_in_one_line, visible
+from pipelinerl.errors import visible
 from pipelinerl.inspect.ending import ending_findings, read_ending
 from pipelinerl.inspect.finding import as_json, lines
 from pipelinerl.inspect.reading import command_parser
@@ -36,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    sys.exit(main())

@@ -88,14 +88,12 @@ def test_folder_without_a_base_is_migrated_file_by_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--to", "NEW"]])
-def test_command_overwrites_nothing_and_says_what_it_needs(
-    old: Path, arguments: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_command_overwrites_nothing_and_says_what_it_needs(old: Path, arguments: list[str]) -> None:
     new = old.with_name("new")
     new.mkdir()
     (new / "guessing.yaml").write_text("mine")
-    assert main([str(old), *[argument.replace("NEW", str(new)) for argument in arguments]]) == 2
-    assert ("is there already" if arguments else "--to FOLDER") in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is there already" if arguments else "--to FOLDER"):
+        main([str(old), *[argument.replace("NEW", str(new)) for argument in arguments]])
     assert [path.name for path in new.iterdir()] == ["guessing.yaml"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 from pipelinerl.launcher.check_data import main
 
 GOOD = [{"problem": f"{index} + 1?", "answer": index + 1} for index in range(9)]
@@ -80,9 +80,9 @@ def test_data_sets_of_an_experiment_are_checked(capsys: pytest.CaptureFixture[st
         (["--as=sft", "good.jsonl", "--column=task=q"], "no effect with --as sft"),
     ],
 )
-def test_call_without_data_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[Any]) -> None:
-    assert main(arguments) == EXIT_REFUSED
-    assert said in capsys.readouterr().err
+def test_call_without_data_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(PipelineRLError, match=said):
+        main(arguments)
 
 
 def test_conversations_to_imitate_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
