@@ -1,10 +1,9 @@
 """Checks of model, domain and objective before the start. The user's code runs in a process of its own (`trial`)."""
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -66,24 +65,26 @@ def check_parsers(config: Config, container: Mapping[str, Any]) -> None:
     """Make vLLM's parsers of answers with the model's tokenizer, in a separate process that imports vLLM."""
     if not parsers_of(config):
         return
-    with in_time("the trial of `llm.tool_parser` and `llm.reasoning_parser`"):
-        try:
-            verdict = run_trial("-m", "pipelinerl.launcher.chat_trial", job=container, timeout_s=TORCH_TIMEOUT_S)
-        except TrialError as error:
-            raise ConfigError(
-                f"`llm.tool_parser`, `llm.reasoning_parser`: {error.how} at their trial: {error}"
-            ) from error
-    if verdict["refusal"]:
-        raise ConfigError(verdict["refusal"])
+    what = "the trial of `llm.tool_parser` and `llm.reasoning_parser`"
+    try_in_process(what, "-m", "pipelinerl.launcher.chat_trial", job=container)
 
 
-@contextlib.contextmanager
-def in_time(what: str) -> Iterator[None]:
-    """Refuses the configuration if the trial in the block does not end in time."""
+def try_in_process(what: str, *arguments: str, job: Any = None, fix: str = "") -> None:
+    """Run a trial that imports torch. Raises ``ConfigError`` if it refuses, ends without an answer, or does not end.
+
+    Args:
+        what: the trial's name in messages.
+        arguments: of ``run_trial``, like ``job``.
+        fix: added to the message of a trial that ended without an answer.
+    """
     try:
-        yield
+        refusal = run_trial(*arguments, job=job, timeout_s=TORCH_TIMEOUT_S).get("refusal")
     except TrialTimeoutError as slow:
         raise ConfigError(f"{what} {slow}: correct it, or free the machine") from slow
+    except TrialError as error:
+        raise ConfigError(f"{what} failed ({error.how}): {error}{fix}") from error
+    if refusal:
+        raise ConfigError(refusal)
 
 
 def check_objective(config: Config, container: Mapping[str, Any]) -> None:
@@ -91,13 +92,8 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
     if objective_is_default(config):  # importing torch would cost every start a second
         return
     rl, module = config.finetune.rl, "pipelinerl.launcher.objective_check"
-    with in_time(f"the trial of `finetune.rl.policy_loss` {rl.policy_loss} and `finetune.rl.advantage` {rl.advantage}"):
-        try:
-            verdict = run_trial("-m", module, job=container, timeout_s=TORCH_TIMEOUT_S)
-        except TrialError as error:
-            raise ConfigError(f"the objective's code ended the process that tried it ({error.how}): {error}") from error
-    if verdict["refusal"]:
-        raise ConfigError(verdict["refusal"])
+    what = f"the trial of `finetune.rl.policy_loss` {rl.policy_loss} and `finetune.rl.advantage` {rl.advantage}"
+    try_in_process(what, "-m", module, job=container)
 
 
 def check_companions() -> None:
@@ -106,16 +102,12 @@ def check_companions() -> None:
     for package in COMPANIONS:
         if _kind_of_build(package) in (None, kind):
             continue
-        with in_time(f"the import of the installed {package}"):
-            try:
-                run_trial("-c", f"import {package}; print('{{}}')", timeout_s=TORCH_TIMEOUT_S)
-            except TrialError as error:
-                raise ConfigError(
-                    f"the installed {package} cannot be loaded beside torch {version('torch')} ({error}), and models "
-                    f"cannot be imported with it: run `pip uninstall {' '.join(COMPANIONS)}`, which models of text do "
-                    "not need, or delete their folders after `pip install --target`, or install the builds of your "
-                    "torch"
-                ) from error
+        try_in_process(
+            f"the import of the installed {package} beside torch {version('torch')}",
+            *("-c", f"import {package}; print('{{}}')"),
+            fix=f". With it no model can be imported: run `pip uninstall {' '.join(COMPANIONS)}`, which models of text "
+            "do not need, or delete their folders after `pip install --target`, or install the builds of your torch",
+        )
 
 
 def _kind_of_build(package: str) -> str | None:
@@ -245,15 +237,7 @@ def check_architecture(config: Config, ranks: int) -> None:
     argv += ["--divides-experts"] * ((finetune.expert_ranks or 1) > 1)
     argv += ["--share-prefixes"] * (finetune.shares_prefixes)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
-    with in_time(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation"):
-        try:
-            verdict = run_trial(*argv, timeout_s=TORCH_TIMEOUT_S)
-        except TrialError as error:
-            raise ConfigError(
-                f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {error}"
-            ) from error
-    if verdict["refusal"]:
-        raise ConfigError(verdict["refusal"])
+    try_in_process(f"`model_path` is {config.model_path!r}: the trial of the trainer's computation", *argv)
 
 
 def _is_plain(described: Mapping[str, Any]) -> bool:
