@@ -19,7 +19,7 @@ PROBLEM = {"dataset": "test", "task": "What is 12 * 12?", "answer": "144"}
 class Echo:
     """A runner whose programs print their own source."""
 
-    async def run_python(self, code, stdins, *, stop_on_failure=False):
+    async def run_python(self, code, stdins):
         return [Outcome(ended="exited", exit_code=0, seconds=0.0, stdout=code, stderr="") for _ in stdins]
 
 

@@ -226,11 +226,11 @@ class CommandRunner:
     def __init__(self, workspace: Workspace):
         self._workspace = workspace
 
-    async def run_python(self, code, stdins, *, stop_on_failure=False):
+    async def run_python(self, code, stdins):
         async def run(stdin):
             return await self._workspace.run(["python3", "-c", code], stdin=stdin)
 
-        return await run_in_turn(run, stdins, stop_on_failure=stop_on_failure)
+        return await run_in_turn(run, stdins)
 
 
 @pytest.fixture(scope="module", params=[(mode, kind) for mode in usable_modes() for kind in ("program", "command")])

@@ -34,9 +34,9 @@ class SandboxFusion:
         self._run_timeout_s = run_timeout_s
         self._slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
 
-    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+    async def run_python(self, code: str, stdins: Sequence[str]) -> list[Outcome]:
         """See ``ProgramRunner``. A request without an answer is repeated ``RETRIES`` times."""
-        return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
+        return await run_in_turn(partial(self._run, code), stdins)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
         body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self._run_timeout_s}

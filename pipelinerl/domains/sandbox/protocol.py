@@ -27,13 +27,12 @@ class Outcome:
 class ProgramRunner(Protocol):
     """Runs untrusted programs. One object may serve many rollouts at once."""
 
-    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+    async def run_python(self, code: str, stdins: Sequence[str]) -> list[Outcome]:
         """Runs a program once per standard input, until a run does not exit by itself. Runs share nothing.
 
         Args:
             code: the program.
             stdins: standard inputs.
-            stop_on_failure: also stop after the first run with a non-zero exit code.
         Returns:
             The outcomes of the runs that were made, in order. No behaviour of the program raises.
         Raises:
@@ -42,13 +41,11 @@ class ProgramRunner(Protocol):
         ...
 
 
-async def run_in_turn(
-    run: Callable[[str], Awaitable[Outcome]], stdins: Sequence[str], *, stop_on_failure: bool
-) -> list[Outcome]:
+async def run_in_turn(run: Callable[[str], Awaitable[Outcome]], stdins: Sequence[str]) -> list[Outcome]:
     """Makes one run after the other with ``run(stdin)``, and stops as ``ProgramRunner.run_python`` does."""
     outcomes: list[Outcome] = []
     for stdin in stdins:
         outcomes.append(outcome := await run(stdin))
-        if outcome.ended != "exited" or (stop_on_failure and outcome.exit_code):
+        if outcome.ended != "exited":
             break
     return outcomes

@@ -68,8 +68,8 @@ class RemoteSandbox:
     def __init__(self, provider: str, machines: Machines, run_timeout_s: float = RUN_TIMEOUT_S):
         self._provider, self._machines, self._run_timeout_s = provider, machines, run_timeout_s
 
-    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        return await run_in_turn(partial(self._run, code), stdins, stop_on_failure=stop_on_failure)
+    async def run_python(self, code: str, stdins: Sequence[str]) -> list[Outcome]:
+        return await run_in_turn(partial(self._run, code), stdins)
 
     async def _run(self, code: str, stdin: str) -> Outcome:
         files = {

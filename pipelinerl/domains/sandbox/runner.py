@@ -190,15 +190,11 @@ class Sandbox:
         self._jail: Jail | None = None
         self._end: weakref.finalize | None = None
 
-    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+    async def run_python(self, code: str, stdins: Sequence[str]) -> list[Outcome]:
         """See ``ProgramRunner.run_python``."""
         async with self._slots:
             deadline = time.monotonic() + self.limits.total_s
-            return await run_in_turn(
-                lambda stdin: self._run(code, stdin, deadline - time.monotonic()),
-                stdins,
-                stop_on_failure=stop_on_failure,
-            )
+            return await run_in_turn(lambda stdin: self._run(code, stdin, deadline - time.monotonic()), stdins)
 
     def close(self) -> None:
         """Ends the jail. The next program starts another one."""

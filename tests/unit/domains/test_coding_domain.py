@@ -48,7 +48,7 @@ def run_plainly(code: str, stdin: str) -> Outcome:
 class Plain:
     """Runs harmless programs without isolation."""
 
-    async def run_python(self, code, stdins, *, stop_on_failure=False):
+    async def run_python(self, code, stdins):
         return [run_plainly(code, stdin) for stdin in stdins]
 
 
@@ -129,7 +129,7 @@ async def test_expected_outputs_never_reach_the_program(tests):
     seen: list[Any] = []
 
     class Watch(Plain):
-        async def run_python(self, code, stdins, *, stop_on_failure=False):
+        async def run_python(self, code, stdins):
             seen.append((code, stdins))
             return await super().run_python(code, stdins)
 

@@ -64,7 +64,7 @@ def test_countdown_expression_within_its_limits_is_evaluated(largest: str, too_l
 class AlwaysExits:
     """A sandbox in which every program ends without output."""
 
-    async def run_python(self, code: str, stdins: Any, *, stop_on_failure: bool = False) -> list[Outcome]:
+    async def run_python(self, code: str, stdins: Any) -> list[Outcome]:
         return [Outcome(ended="exited", exit_code=0, seconds=0, stdout="", stderr="") for _ in stdins]
 
 
