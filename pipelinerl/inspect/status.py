@@ -10,7 +10,6 @@ import fcntl
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -320,21 +319,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json and not arguments.ledger:
         parser.error("--json needs --ledger")
     run_dir = Path(arguments.run).resolve()
-    try:
-        if arguments.leave:
-            ask_to_leave(store_of(arguments.run), arguments.leave)
-            print(f"{arguments.leave} is asked to leave: it takes no new request and ends with its last one")
-            return 0
-        if arguments.ledger:
-            return ledger.show(run_dir, as_json=arguments.json)
-        if arguments.watch:
-            watch(run_dir)
-            return 0
-        lines = screen(run_dir)
-        if arguments.stacks:
-            lines += ["", *dump_stacks(run_dir, read_statuses(run_dir))]
-    except PipelineRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.leave:
+        ask_to_leave(store_of(arguments.run), arguments.leave)
+        print(f"{arguments.leave} is asked to leave: it takes no new request and ends with its last one")
+        return 0
+    if arguments.ledger:
+        return ledger.show(run_dir, as_json=arguments.json)
+    if arguments.watch:
+        watch(run_dir)
+        return 0
+    lines = screen(run_dir)
+    if arguments.stacks:
+        lines += ["", *dump_stacks(run_dir, read_statuses(run_dir))]
     print("\n".join(lines))
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect import status as command
 from pipelinerl.inspect.report import RunRecords
 from pipelinerl.observability.status import RoleStatus, StatusRecord, Wait, read_statuses, write_status
@@ -181,9 +182,9 @@ def test_stacks_of_live_roles_are_printed_and_strangers_are_not_signalled(run_fo
         role.stdout.close()
 
 
-def test_main_refuses_what_is_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(tmp_path)]) == 2
-    assert re.search(says(tmp_path, "run folder"), capsys.readouterr().err)
+def test_main_refuses_what_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says(tmp_path, "run folder")):
+        command.main([str(tmp_path)])
 
 
 def test_main_works_after_the_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
