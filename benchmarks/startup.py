@@ -3,12 +3,14 @@
 Runs the quickstart from an empty folder, again and again, and reports per run: `phases` of its `summary.json`, wall
 seconds of the command from its start to its exit, CPU seconds of every process in every phase, milliseconds of an
 optimizer step by cause, and the machine's load before. The first run may find cold caches, the others do not. A busy
-machine shows in wall seconds; compare CPU seconds there.
+machine shows in wall seconds; compare CPU seconds there. `imports_s` has, for each role, the seconds of its imports by
+the package whose files they are (`-X importtime`), after the runs. `--runs 0` measures them alone.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,15 @@ POLL_S = 0.25
 MIN_CPU_S = 0.2
 """Processes that take less in a phase are left out of its table."""
 STEP_PARTS = ("wait_s", "step_s", "push_wait_s")
+IMPORTED = {
+    "actor_0": "pipelinerl.actor.role",
+    "actor_llm_0": "pipelinerl.inference.server",
+    "finetune_0": "pipelinerl.finetune.loop",
+    "preprocessor_0": "pipelinerl.preprocess.loop",
+}
+"""The module with all that a role imports before it begins."""
+MIN_IMPORT_S = 0.1
+"""Packages that take less in every role are `other`."""
 
 Sample = tuple[float, Mapping[str, float]]
 """Seconds since the start of the command, and CPU seconds until then by process."""
@@ -130,6 +141,34 @@ def step_ms(points: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]
     }
 
 
+def imports_s() -> dict[str, dict[str, float]]:
+    """Seconds of each role's imports by package."""
+    sums = {}
+    for role, module in IMPORTED.items():
+        command = [sys.executable, "-X", "importtime", "-c", f"import gc; gc.disable(); import {module}"]
+        sums[role] = by_package(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+    named = sorted({name for one in sums.values() for name, seconds in one.items() if seconds >= MIN_IMPORT_S})
+    return {
+        role: {name: round(one.get(name, 0.0), 2) for name in named}
+        | {"other": round(sum(seconds for name, seconds in one.items() if name not in named), 2)}
+        for role, one in sums.items()
+    }
+
+
+def by_package(printed: str) -> dict[str, float]:
+    """Seconds of modules without those that they import, by package; `python` has the standard library.
+
+    Args:
+        printed: by `-X importtime`, a line `import time: own µs | cumulative µs | module` of each module.
+    """
+    sums: dict[str, float] = {}
+    for own, module in re.findall(r"^import time: +(\d+) \| +\d+ \| +([\w.]+)$", printed, re.MULTILINE):
+        package = module.partition(".")[0]
+        name = "python" if package in sys.stdlib_module_names else package
+        sums[name] = sums.get(name, 0.0) + int(own) / 1e6
+    return sums
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=2)
@@ -143,8 +182,10 @@ def main() -> None:
             arguments = [f"--config-name={options.config_name}", "seed=0", *options.overrides]
             runs.append(one_run(Path(folder) / "run", arguments))
         print(f"run {number + 1}: {json.dumps(runs[-1])}", flush=True)
+    result = {"cores": os.cpu_count(), "imports_s": imports_s(), "runs": runs}
+    print(json.dumps(result["imports_s"], indent=2))
     if options.json:
-        options.json.write_text(json.dumps({"cores": os.cpu_count(), "runs": runs}, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The table of the start-up benchmark, from samples and metrics written by hand."""
 
-from benchmarks.startup import Sample, cpu_of_phases, part_of_role, step_ms
+from benchmarks.startup import Sample, by_package, cpu_of_phases, part_of_role, step_ms
 
 
 def test_cpu_of_phases_is_the_growth_between_their_ends() -> None:
@@ -26,3 +26,13 @@ def test_part_of_role_tells_processes_of_one_role_apart() -> None:
     assert part_of_role(["VLLM::EngineCore"]) == ".engine"
     assert part_of_role(["python", "-c", "from multiprocessing.spawn import spawn_main"]) == ".worker"
     assert part_of_role(["python", "-m", "pipelinerl.actor"]) == ""
+
+
+def test_by_package_adds_own_seconds_and_knows_the_standard_library() -> None:
+    printed = """import time: self [us] | cumulative | imported package
+import time:       250 |        250 |   json.decoder
+import time:     30000 |      30250 |     torch._C
+import time:   1000000 |    1030250 | torch
+a warning
+"""
+    assert by_package(printed) == {"python": 0.00025, "torch": 1.03}
