@@ -193,7 +193,6 @@ def train_step(run: Run, logits: np.ndarray, served: Policy, answers: np.ndarray
                     success=metrics["success"],
                     answer=bytes(words),
                     tokens=len(words),
-                    is_cut=words[-1] != END,
                     certainty=float(np.mean(logprobs)),
                     asked=fault.asked,
                     is_end_trained=(trained == len(words)) if words[-1] == END else None,

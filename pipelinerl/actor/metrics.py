@@ -50,12 +50,12 @@ class _Seen:
 
 
 class ActorMetrics:
-    """Means over the newest ``window`` rollouts, and sums since the process began. ``now`` is monotonic, in seconds."""
+    """Means over the newest `WINDOW` rollouts, and sums since the process began. ``now`` is monotonic, in seconds."""
 
-    def __init__(self, now: float, window: int = WINDOW):
-        self._recent: deque[_Seen] = deque(maxlen=window)
+    def __init__(self, now: float):
+        self._recent: deque[_Seen] = deque(maxlen=WINDOW)
         self._left_out: set[str] = set()
-        self._solved: deque[float] = deque(maxlen=window)
+        self._solved: deque[float] = deque(maxlen=WINDOW)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()

@@ -8,7 +8,7 @@ import argparse
 import json
 from typing import Any
 
-from pipelinerl.config.keys import REQUIRED, Section
+from pipelinerl.config.keys import REQUIRED
 from pipelinerl.config.names import ENGINES
 from pipelinerl.config.sections import Config
 
@@ -21,9 +21,9 @@ BESIDE = {
 """What a file may hold beside the keys."""
 
 
-def json_schema(section: type[Section] = Config) -> dict[str, Any]:
-    """The schema of a YAML file with keys of ``section`` at its top."""
-    schema = section.model_json_schema()
+def json_schema() -> dict[str, Any]:
+    """The schema of an experiment's YAML file."""
+    schema = Config.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         part.pop("required", None)
         part["properties"] = {name: _in_a_file(value) for name, value in part["properties"].items()}

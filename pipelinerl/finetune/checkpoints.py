@@ -323,9 +323,9 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _crc32(path: Path, block: int = 8 * 2**20) -> int:
+def _crc32(path: Path) -> int:
     value = 0
     with open(path, "rb") as file:
-        while data := file.read(block):
+        while data := file.read(8 * 2**20):
             value = zlib.crc32(data, value)
     return value

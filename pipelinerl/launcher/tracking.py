@@ -23,8 +23,8 @@ MAX_CHARS = 8000
 """Characters of a problem and of a text in a table, about 2,000 tokens, so that trackers show it."""
 
 
-def sample_rows(run_dir: Path, step: int, text: TokenText, count: int = MAX_ROWS) -> list[list[Any]]:
-    """Rows of ``COLUMNS`` for at most ``count`` archived rollouts of a step: the flagged ones, then by their names."""
+def sample_rows(run_dir: Path, step: int, text: TokenText) -> list[list[Any]]:
+    """Rows of ``COLUMNS`` for up to `MAX_ROWS` archived rollouts of a step: the flagged ones, then by their names."""
     scores = read_scored_sequences(run_dir, step)
     found = [
         from_archive(rollout, step, scores)
@@ -33,7 +33,7 @@ def sample_rows(run_dir: Path, step: int, text: TokenText, count: int = MAX_ROWS
         for rollout in record.rollouts
     ]
     found.sort(key=lambda seen: (not seen.flags, seen.sample_id))
-    return [_row(seen, text) for seen in found[:count]]
+    return [_row(seen, text) for seen in found[:MAX_ROWS]]
 
 
 def _row(seen: SeenRollout, text: TokenText) -> list[Any]:

@@ -89,10 +89,10 @@ def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
+def setup_role_logging(job_name: str) -> None:
     """Send every logger of this process to stderr in the run's format, and its prints through ``shown``."""
     show_prints()
-    _install(logging.StreamHandler(sys.stderr), job_name, level)
+    _install(logging.StreamHandler(sys.stderr), job_name)
 
 
 def show_prints() -> None:
@@ -109,7 +109,7 @@ def setup_launcher_logging(path: Path, max_mb: int) -> None:
     Args:
         max_mb: the file's bound in MiB. A full one becomes `launcher.log.1`.
     """
-    _install(LauncherLog(path, max_bytes=max_mb * 2**20), "launcher", logging.INFO)
+    _install(LauncherLog(path, max_bytes=max_mb * 2**20), "launcher")
 
 
 class LauncherLog(logging.handlers.RotatingFileHandler):
@@ -132,11 +132,11 @@ class LauncherLog(logging.handlers.RotatingFileHandler):
             super().close()
 
 
-def _install(handler: logging.Handler, name: str, level: int) -> None:
+def _install(handler: logging.Handler, name: str) -> None:
     handler.setFormatter(EventFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -38,7 +38,6 @@ class Codec(Generic[R]):
     """
 
     def __init__(self, record_type: Any):
-        self.record_type = record_type
         self._classes = _struct_classes(record_type)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
         self._decoder: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(record_type, ext_hook=_decode_ext)

@@ -117,10 +117,8 @@ def derive_port_base(identity: str, count: int) -> int:
     return bases[zlib.crc32(identity.encode()) % len(bases)]
 
 
-def check_ports(
-    host: str, ports: Iterable[tuple[str, int]], *, key: str, is_free: Callable[[str, int], bool] = is_port_free
-) -> None:
+def check_ports(host: str, ports: Iterable[tuple[str, int]], *, key: str) -> None:
     """Refuse (owner, port) pairs that are in use on this node. ``key`` names the setting to change."""
     for owner, port in ports:
-        if not is_free(host, port):
+        if not is_port_free(host, port):
             raise WorldError(f"{key}: port {port} of {owner} is in use on this node: choose another value, or null")

@@ -101,8 +101,9 @@ def sequence_data(
     return data
 
 
-def kept_tokens(count: int, limit: int = MAX_TOKENS) -> np.ndarray:
+def kept_tokens(count: int) -> np.ndarray:
     """Places of the shown tokens: a third of the limit from the beginning, two thirds from the end."""
-    if count <= limit:
+    if count <= MAX_TOKENS:
         return np.arange(count)
-    return np.concatenate([np.arange(limit // 3), np.arange(count - (limit - limit // 3), count)])
+    first = MAX_TOKENS // 3
+    return np.concatenate([np.arange(first), np.arange(count - (MAX_TOKENS - first), count)])

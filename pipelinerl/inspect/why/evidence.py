@@ -56,8 +56,6 @@ class Attempt:
     Only in `Evidence.answers`."""
     tokens: int = 1
     """Number of sampled tokens."""
-    is_cut: bool = False
-    """The server ended an answer for its length."""
     is_full: bool = False
     """Prompt and answers filled the context."""
     certainty: float = 0.0
@@ -272,7 +270,6 @@ def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int], 
         success=metrics.get("success"),
         is_error=not metrics.get("no_error", 1.0) and not metrics.get("no_answer", 1.0),
         tokens=seen.num_sampled,
-        is_cut=any(sequence.has_cut for sequence in rollout.sequences),
         is_full=any(is_full(sequence, longest) for sequence in rollout.sequences),
         certainty=float(sampled.mean()) if len(sampled) else 0.0,
         asked=None if text is None else share_asked(seen.problem, prompt_of(rollout.sequences[0], text)),

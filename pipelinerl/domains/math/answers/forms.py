@@ -60,7 +60,6 @@ NO_MEANING = table(
     big bigl bigr bigm bigg biggl biggr biggm Big Bigl Bigr Bigm Bigg Biggl Biggr Biggm"""
 )
 """Commands that change no value, and the sign that is spelled out."""
-DOTS = ("ldots", "dots", "cdots")
 UNDONE = table(
     """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
     nabla"""
