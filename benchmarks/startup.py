@@ -36,7 +36,7 @@ IMPORTED = {
     "preprocessor_0": "pipelinerl.preprocess.loop",
 }
 """The module with all that a role imports before it begins."""
-MIN_IMPORT_S = 0.1
+MIN_IMPORT_S = 0.2
 """Packages that take less in every role are `other`."""
 
 Sample = tuple[float, Mapping[str, float]]
