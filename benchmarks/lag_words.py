@@ -3,12 +3,14 @@
     make smollm2
     python -m benchmarks.lag_words results/lag_words --json benchmarks/lag_words.json --figure docs/lag_words.png
 
-Loss and corrections are those of `base`. Every bound is a run in a folder of its own: the same command goes on where it
-was interrupted, and repeats no run that is finished. `seconds` are the trainer's, without interruptions.
+Loss and corrections are those of `base`. Every bound is a run in a folder of its own. The same command goes on with an
+interrupted run, and repeats none that the JSON file has. A recorded run's models (2 GB) are deleted. `seconds` are the
+trainer's, without interruptions. A bound above 2 is only reached where generation is ahead of training.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 from benchmarks.provenance import commit, machine
 from benchmarks.recipe import record
 from examples.words.words import figures
+from pipelinerl.config.paths import CHECKPOINTS, EXPORTS
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.streams import set_streams_backend
 
@@ -77,17 +80,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--figure", type=Path, required=True)
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="of every run")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of every run")
     args = parser.parse_args()
     set_streams_backend("files")
-    found: dict[str, Any] = {}
+    kept = ["finetune.keep_checkpoints=1", "finetune.keep_exports=1"]
+    settings = [f"finetune.max_train_steps={args.steps}", *kept, *args.set]
+    found: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8"))["bounds"] if args.json.exists() else {}
     for bound in args.bounds:
-        run = (args.folder / str(bound)).resolve()
-        train(run, bound, [f"finetune.max_train_steps={args.steps}", *args.set])
-        found[str(bound)] = record(run, figures)
-        result = {"machine": machine(), "commit": commit(), "steps": args.steps, "bounds": found}
-        args.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if str(bound) not in found:
+            run = (args.folder / str(bound)).resolve()
+            train(run, bound, settings)
+            found[str(bound)] = record(run, figures)
+            result = {"machine": machine(), "commit": commit(), "set": settings, "bounds": found}
+            args.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            for models in (CHECKPOINTS, EXPORTS):
+                shutil.rmtree(run / models)
         draw(args.figure, found)
 
 
