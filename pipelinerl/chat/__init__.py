@@ -7,7 +7,7 @@
 from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, left_turn
 from pipelinerl.chat.families import renderer_of
 from pipelinerl.chat.reading import ReadText
-from pipelinerl.chat.rendering import ChatRenderer, Rendered, plain_message
+from pipelinerl.chat.rendering import ChatRenderer, Rendered
 
 __all__ = [
     "ChatRenderer",
@@ -18,6 +18,5 @@ __all__ = [
     "extend",
     "history_of",
     "left_turn",
-    "plain_message",
     "renderer_of",
 ]

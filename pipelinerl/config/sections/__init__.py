@@ -4,59 +4,32 @@ A key that is not here is refused. ``make format`` writes the YAML files and the
 """
 
 from pipelinerl.config.keys import Section
-from pipelinerl.config.sections.experiment import (
-    Config,
-    DebugSection,
-    DomainSection,
-    JudgeSection,
-    SFTSection,
-    SubsetSection,
-    TeacherSection,
-    TinyModelSection,
-)
+from pipelinerl.config.sections.experiment import Config, DomainSection, JudgeSection, SubsetSection
 from pipelinerl.config.sections.machines import (
     ArchiveSection,
     LauncherSection,
     StreamsSection,
-    TracingSection,
     VerifierSection,
     WandbSection,
     WorldSection,
 )
-from pipelinerl.config.sections.rollouts import (
-    ActorSection,
-    EvalSection,
-    EvaluationLLMSection,
-    LLMSection,
-    PreprocessSection,
-)
-from pipelinerl.config.sections.serving import VLLMSection, WeightsSection
-from pipelinerl.config.sections.training import FinetuneSection, LoraSection, OptimizerSection, RLSection
+from pipelinerl.config.sections.rollouts import LLMSection
+from pipelinerl.config.sections.serving import WeightsSection
+from pipelinerl.config.sections.training import FinetuneSection, LoraSection, RLSection
 
 __all__ = [
-    "ActorSection",
     "ArchiveSection",
     "Config",
-    "DebugSection",
     "DomainSection",
-    "EvalSection",
-    "EvaluationLLMSection",
     "FinetuneSection",
     "JudgeSection",
     "LLMSection",
     "LauncherSection",
     "LoraSection",
-    "OptimizerSection",
-    "PreprocessSection",
     "RLSection",
-    "SFTSection",
     "Section",
     "StreamsSection",
     "SubsetSection",
-    "TeacherSection",
-    "TinyModelSection",
-    "TracingSection",
-    "VLLMSection",
     "VerifierSection",
     "WandbSection",
     "WeightsSection",
