@@ -117,10 +117,10 @@ def units_of(world: WorldMap) -> list[Unit]:
         raise WorldError("launcher.engine=ray places every server on one node: set world.nodes_per_server=1")
     trainers = world.get("finetune")
     others = [(job,) for job in world.jobs if job.kind != "finetune"]
-    return [Unit(jobs=jobs, bundles=tuple(bundle_of(job, world) for job in jobs)) for jobs in (trainers, *others)]
+    return [Unit(jobs=jobs, bundles=tuple(bundle_of(job) for job in jobs)) for jobs in (trainers, *others)]
 
 
-def bundle_of(job: Job, world: WorldMap) -> dict[str, float]:
+def bundle_of(job: Job) -> dict[str, float]:
     """Resources of a job: a CPU for each process, and its GPUs."""
     bundle: dict[str, float] = {"CPU": float(max(job.num_ranks, 1))}
     return bundle | ({"GPU": float(len(job.gpus))} if job.gpus else {})

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [check for check in CHECKS if args.only is None or check.name in args.only]
     facts: dict[str, Facts] = {"imports": imports}
-    found = judge_imports(machine, imports)
+    found = judge_imports(imports)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         for check in chosen:
             left = started + args.limit_s - time.monotonic()

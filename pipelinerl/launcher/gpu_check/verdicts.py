@@ -41,7 +41,7 @@ def failed(check: str, facts: Facts) -> Finding | None:
     return verdict(Level.FAILED, check, note=facts["problem"]) if facts.get("problem") else None
 
 
-def judge_imports(machine: Machine, facts: Facts) -> list[Finding]:
+def judge_imports(facts: Facts) -> list[Finding]:
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     missing = facts["missing"]
     note = "; ".join([*missing[:3], *facts["unsupported"]]) + (f"; {len(missing)} missing" if missing[3:] else "")

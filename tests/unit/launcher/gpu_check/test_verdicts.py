@@ -212,7 +212,7 @@ def test_checks_without_time_or_cards_are_named_and_the_results_are_kept(tmp_pat
 def test_recorded_facts_of_a_card_are_judged_as_then() -> None:
     recorded = json.loads((Path(__file__).parents[4] / "benchmarks" / "gpu_check_h200.json").read_text())
     machine, facts = msgspec.convert(recorded["machine"], Machine), recorded["facts"]
-    judged = verdicts.judge_imports(machine, facts["imports"])
+    judged = verdicts.judge_imports(facts["imports"])
     for check in (check for check in CHECKS if check.name in facts):  # `words` came later
         judged += command.verdicts_of(check, machine, facts[check.name])
     said = [
