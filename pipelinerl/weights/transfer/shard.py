@@ -202,7 +202,7 @@ def gather_runs(runs: Sequence[Runs], stripe: torch.Tensor, first: int, start: i
     if not runs or not runs[0].place <= start < end <= end_of(runs):
         raise WireError(f"bytes {start} to {end} of a shard were asked for with {len(runs)} runs")
     bucket = torch.zeros(end - start, dtype=torch.uint8, device=stripe.device)
-    index = max(bisect_right(runs, start, key=_place) - 1, 0)
+    index = max(bisect_right(runs, start, key=lambda r: r.place) - 1, 0)
     while index < len(runs) and runs[index].place < end:
         part = runs[index]
         low, high = max(start - part.place, 0), min(end - part.place, part.num_bytes)
@@ -232,14 +232,6 @@ def runs_of(view: View, itemsize: int) -> Runs:
             break
         count *= size
     return Runs(0, view.offset * itemsize, length * itemsize, outer * itemsize, count)
-
-
-def _first(runs: Runs) -> int:
-    return runs.first
-
-
-def _place(runs: Runs) -> int:
-    return runs.place
 
 
 def _strided(runs: Runs, flat: torch.Tensor, first: int, low: int, high: int) -> torch.Tensor:
@@ -284,7 +276,7 @@ def _kept(layout: Layout, wanted: Mapping[str, set[Runs]], whole: Set[str]) -> d
     """Returns the runs of every tensor, without their places in the shard."""
     kept = {}
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        runs = _disjoint(spec, sorted(wanted.get(spec.name, ()), key=_first), is_whole=spec.name in whole)
+        runs = _disjoint(spec, sorted(wanted.get(spec.name, ()), key=lambda r: r.first), is_whole=spec.name in whole)
         kept[spec.name] = tuple(msgspec.structs.replace(part, first=part.first + offset) for part in runs)
     return kept
 
