@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.actor.groups import problem_text
-from pipelinerl.actor.messages import Failure, StartGroup
+from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
 from pipelinerl.actor.publish_gate import newest_used
-from pipelinerl.actor.work import Work, WorkEnded, WorkTable
+from pipelinerl.actor.work import Work, WorkTable
 from pipelinerl.observability import spans
 from pipelinerl.records import EvaluationDone, EvaluationStarted, Rollout, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
@@ -258,16 +258,15 @@ class Evaluator:
                 return
             self._table.submit(work)
 
-    def handle_ended(self, ended: WorkEnded) -> None:
+    def handle_ended(self, work: TestWork, ended: GroupFinished) -> None:
         """Adds the outcome of work to the running evaluation and publishes its rollouts."""
-        work, current = ended.work, self._current
-        assert isinstance(work, TestWork)
+        current = self._current
         if current is None:
             return
         repeat = all(failure.reason.repeats for failure in ended.failures)
         current.add_results(work, ended.rollouts, worth_repeating=repeat)
         if ended.rollouts:
-            self._publish(self._group(work, ended, current.version))
+            self._publish(self._group(work, ended.rollouts, current.version))
 
     def refuse(self) -> list[Failure]:
         """Takes back results whose servers missed the weight probe, and returns them as failures to be repeated."""
@@ -307,7 +306,7 @@ class Evaluator:
         finished, used = self._complete
         return not self._table.gate.holds(used, finished=finished, now=now)
 
-    def _group(self, work: TestWork, ended: WorkEnded, version: int) -> RolloutGroup:
+    def _group(self, work: TestWork, rollouts: tuple[Rollout, ...], version: int) -> RolloutGroup:
         problem = work.problem
         return RolloutGroup(
             group_id=work.start.group_id,
@@ -318,7 +317,7 @@ class Evaluator:
             domain=self._domains[problem.domain],
             dataset=problem.dataset,
             attempts=self._rules.attempts,
-            rollouts=ended.rollouts,
+            rollouts=rollouts,
             dispatched_version=version,
             settled_before=0,
             dispatch_index=-1,

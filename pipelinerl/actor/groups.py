@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.actor.drops import DropListener
-from pipelinerl.actor.messages import Failure, StartGroup, describe_value
+from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup, describe_value
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.pacing import Pacing, counted, furthest_behind
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress, TopicJournal
 from pipelinerl.actor.publish_gate import newest_used
-from pipelinerl.actor.work import Work, WorkEnded, WorkTable
+from pipelinerl.actor.work import Work, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
@@ -124,9 +124,8 @@ class TrainingGroups:
             return 0.0
         return self._table.share_free(self._pacing.most_running / self._progress.units_per_rollout)
 
-    def handle_ended(self, ended: WorkEnded) -> None:
+    def handle_ended(self, group: Work, ended: GroupFinished) -> None:
         """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""
-        group = ended.work
         assert isinstance(group, TrainingGroup)
         group.rollouts.extend(ended.rollouts)
         group.failed.extend(ended.failures)

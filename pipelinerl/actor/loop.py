@@ -14,9 +14,9 @@ from typing import Protocol
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluator, TestWork
 from pipelinerl.actor.groups import TrainingGroup, TrainingGroups
-from pipelinerl.actor.messages import Failure, Servers
+from pipelinerl.actor.messages import Failure, GroupFinished, Servers
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
-from pipelinerl.actor.work import WorkEnded, WorkTable
+from pipelinerl.actor.work import Work, WorkTable
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import ProbeMissed
@@ -75,9 +75,9 @@ class ActorLoop:
                 self._refresh()
                 self._dispatch()
                 self._metrics.generating(time.monotonic(), self._table.runs(TrainingGroup), self._share_held())
-                for ended in self._table.poll(self._poll_timeout_s()):
+                for work, ended in self._table.poll(self._poll_timeout_s()):
                     self._last_event = time.monotonic()
-                    self._handle_ended(ended)
+                    self._handle_ended(work, ended)
                 if self._training.publish_in_turn():
                     self._reporter.progress(published=self._training.published)
                 if (done := self._evaluator.finish()) is not None:
@@ -160,16 +160,16 @@ class ActorLoop:
             return 0.0
         return self._training.share_held(self._version)
 
-    def _handle_ended(self, ended: WorkEnded) -> None:
+    def _handle_ended(self, work: Work, ended: GroupFinished) -> None:
         self._metrics.aborted(ended.aborted_requests)
         for failure in ended.failures:
             self._note(failure)
-        if isinstance(ended.work, TestWork):
-            self._evaluator.handle_ended(ended)
+        if isinstance(work, TestWork):
+            self._evaluator.handle_ended(work, ended)
             if ended.rollouts:
                 self._reporter.progress(evaluating=self._evaluator.progress)
         else:
-            self._training.handle_ended(ended)
+            self._training.handle_ended(work, ended)
 
     def _note(self, failure: Failure) -> None:
         self._metrics.failure(failure.reason, failure.server)

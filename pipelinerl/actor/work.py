@@ -7,15 +7,14 @@ worker died without another suspect in it, so the piece that kills is found.
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
-from pipelinerl.actor.messages import Failure, Servers, StartGroup
+from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
 from pipelinerl.actor.publish_gate import Misses, PublishGate
 from pipelinerl.actor.worker_pool import Lost, RolloutWorkers
-from pipelinerl.records import Rollout
 from pipelinerl.records.drops import DropReason
 
 log = logging.getLogger(__name__)
@@ -36,16 +35,6 @@ class Work:
 
 
 W = TypeVar("W", bound=Work)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkEnded:
-    work: Work
-    rollouts: tuple[Rollout, ...]
-    failures: tuple[Failure, ...]
-    aborted_requests: int = 0
-    judged: bool = False
-    """As in ``GroupFinished``."""
 
 
 class WorkTable:
@@ -112,10 +101,10 @@ class WorkTable:
             self._workers.cancel(task_id)
         self._suspects = deque(work for work in self._suspects if not isinstance(work, kind))
 
-    def poll(self, timeout_s: float) -> list[WorkEnded]:
+    def poll(self, timeout_s: float) -> list[tuple[Work, GroupFinished]]:
         """Returns the work that has ended, after at most ``timeout_s``. Failures include what missed a weight probe."""
         self._start_suspects()
-        ended: list[WorkEnded] = []
+        ended: list[tuple[Work, GroupFinished]] = []
         for result in self._workers.poll(timeout_s):
             if isinstance(result, Lost):
                 ended += self._lost(result)
@@ -123,15 +112,8 @@ class WorkTable:
                 self._suspects_at_once += work.suspect
                 work.suspect = False
                 rollouts, refused = self.misses.sort(result.rollouts)
-                ended.append(
-                    WorkEnded(
-                        work=work,
-                        rollouts=tuple(rollouts),
-                        failures=(*result.failures, *refused),
-                        aborted_requests=result.aborted_requests,
-                        judged=result.judged,
-                    )
-                )
+                failures = (*result.failures, *refused)
+                ended.append((work, replace(result, rollouts=tuple(rollouts), failures=failures)))
         return ended
 
     def _start(self, work: Work) -> None:
@@ -148,7 +130,7 @@ class WorkTable:
             self._start(self._suspects.popleft())
             running += 1
 
-    def _lost(self, lost: Lost) -> list[WorkEnded]:
+    def _lost(self, lost: Lost) -> list[tuple[Work, GroupFinished]]:
         """Has the work of a dead worker run again, or blames the only suspect in it."""
         works = [work for task_id in lost.task_ids if (work := self._works.pop(task_id, None)) is not None]
         if not works:
@@ -161,16 +143,14 @@ class WorkTable:
         for work in works:
             work.suspect = True
         if len(suspected) == 1:
-            return [_blamed(suspected[0], lost)]
+            return [(suspected[0], _blamed(suspected[0].start, lost))]
         self._suspects.extendleft(reversed(suspected))
         log.warning("event=suspects groups=%d at_once=%d", len(self._suspects), self._suspects_at_once)
         return []
 
 
-def _blamed(work: Work, lost: Lost) -> WorkEnded:
-    """Returns the work with all of its attempts failed."""
+def _blamed(start: StartGroup, lost: Lost) -> GroupFinished:
+    """Returns a group with all of its attempts failed."""
     detail = f"the worker process ended with exit code {lost.exit_code} during this group"
-    failed = tuple(
-        Failure(attempt=attempt, reason=DropReason.POISONOUS, detail=detail) for attempt in work.start.attempts
-    )
-    return WorkEnded(work=work, rollouts=(), failures=failed)
+    failed = tuple(Failure(attempt=attempt, reason=DropReason.POISONOUS, detail=detail) for attempt in start.attempts)
+    return GroupFinished(task_id=start.task_id, rollouts=(), failures=failed)

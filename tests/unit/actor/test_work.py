@@ -71,12 +71,12 @@ def rounds_until_all_ended(table: WorkTable, num: int, tries: int) -> tuple[int,
     """
     ended, blamed = Counter[str](), Counter[str]()
     for rounds in range(1, 1000):
-        for outcome in table.poll(0):
-            name = outcome.work.start.group_id
+        for work, outcome in table.poll(0):
+            name = work.start.group_id
             if not outcome.failures:
                 ended[name] += 1
             elif (blamed.update([name]) or blamed[name]) < tries:  # type: ignore[func-returns-value]
-                table.submit(outcome.work)
+                table.submit(work)
         if len(ended) + sum(count == tries for count in blamed.values()) == num:
             return rounds, ended, blamed
     raise AssertionError((ended, blamed))
