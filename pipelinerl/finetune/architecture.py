@@ -330,11 +330,11 @@ def run_quietly(function: Callable[[], Architecture]) -> str | None:
 
 
 def main() -> None:
-    """Print ``{"refusal": text or null}`` as the last line."""
+    """Print ``{"refusal": text or null}`` as the last line. The options are ``examine``'s arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="`model_path`: a folder or a name in the local cache")
+    parser.add_argument("--model", dest="source", required=True, help="`model_path`: a folder or a name in the cache")
     parser.add_argument("--attention", default="auto", help="`finetune.attn_implementation`")
-    parser.add_argument("--rows", action="store_true", help="`finetune.seq_packing` is false")
+    parser.add_argument("--rows", dest="packing", action="store_false", help="`finetune.seq_packing` is false")
     parser.add_argument("--share-prefixes", action="store_true", help="`finetune.share_prefixes` is in effect")
     parser.add_argument("--seq-parallel", type=int, default=1, help="`finetune.seq_parallel`")
     parser.add_argument("--longest", type=int, help="`max_model_len` of the servers")
@@ -343,20 +343,7 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="`trust_remote_code`")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    refusal = run_quietly(
-        lambda: examine(
-            args.model,
-            attention=args.attention,
-            packing=not args.rows,
-            seq_parallel=args.seq_parallel,
-            share_prefixes=args.share_prefixes,
-            trust_remote_code=args.trust_remote_code,
-            longest=args.longest,
-            has_reference=args.has_reference,
-            divides_experts=args.divides_experts,
-        )
-    )
-    print(json.dumps({"refusal": refusal}))
+    print(json.dumps({"refusal": run_quietly(lambda: examine(**vars(args)))}))
     sys.exit(0)
 
 
