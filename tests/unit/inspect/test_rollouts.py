@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.inspect import rollouts, streams
 from pipelinerl.inspect.page import build
 from pipelinerl.inspect.page.build import collect
@@ -95,7 +95,9 @@ def test_run_whose_topics_are_trimmed_has_the_archive(tmp_path: Path) -> None:
     assert ATTEMPTS <= sum(seen.step == 0 for seen in found) < GROUPS * ATTEMPTS
     score = next(seen.scores[0] for seen in found if seen.scores)
     assert score is not None
-    assert all(len(seen.scores[0].logprobs) == seen.num_sampled for seen in found if seen.scores and seen.scores[0])
+    assert all(
+        len(seen.scores[0].logprobs) == seen.rollout.num_sampled for seen in found if seen.scores and seen.scores[0]
+    )
 
 
 def test_best_and_worst_are_by_reward(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,8 +146,8 @@ def test_streams_tail_text_shows_conversations(run_dir: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert out.count("── 0-15/") == ATTEMPTS
     assert "[assistant] «" in out
-    assert streams.main(["tail", str(run_dir), "trainer", "--text"]) == 1
-    assert re.search(says("--text", "actor", "actor_test", "trainer"), capsys.readouterr().err)
+    with pytest.raises(StreamError, match=says("--text", "actor", "actor_test", "trainer")):
+        streams.main(["tail", str(run_dir), "trainer", "--text"])
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not on PATH: `make redis`")
