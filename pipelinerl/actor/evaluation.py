@@ -98,7 +98,7 @@ class Evaluation:
     def add_results(self, work: TestWork, rollouts: Iterable[Rollout], *, worth_repeating: bool) -> None:
         """Records the rollouts of ended work. Attempts that are missing or of another version are queued again."""
         self.under_way -= 1
-        good = [rollout for rollout in rollouts if versions_of(rollout) <= {self.version}]
+        good = [rollout for rollout in rollouts if rollout.versions <= {self.version}]
         self.rollouts.setdefault(_key(work.problem), []).extend(good)
         missing = tuple(sorted(set(work.start.attempts) - {rollout.attempt for rollout in good}))
         if missing and worth_repeating and work.tries < self.max_repeats:
@@ -323,11 +323,6 @@ class Evaluator:
             dispatch_index=-1,
             problem=problem_text(problem.problem),
         )
-
-
-def versions_of(rollout: Rollout) -> set[int]:
-    """Returns the weight versions that sampled the rollout."""
-    return {int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}
 
 
 def _key(problem: TestProblem) -> tuple[int, str, int]:

@@ -224,13 +224,12 @@ def _given(seen: Iterable[_Seen]) -> dict[str, list[float]]:
 
 
 def _see(rollout: Rollout, subset: str) -> _Seen:
-    sampled = sum(len(sequence.logprobs) for sequence in rollout.sequences)
     return _Seen(
         subset=subset,
         metrics={name: value for name, value in rollout.metrics.items() if is_clear(name)},
         latency_s=rollout.latency_s,
-        output_tokens=sampled,
-        prompt_tokens=sum(len(sequence.token_ids) for sequence in rollout.sequences) - sampled,
+        output_tokens=rollout.num_sampled,
+        prompt_tokens=sum(len(sequence.token_ids) for sequence in rollout.sequences) - rollout.num_sampled,
         num_llm_calls=rollout.num_llm_calls,
         sent_tokens=rollout.sent_tokens,
         cached_tokens=rollout.cached_tokens,
@@ -238,7 +237,7 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
         num_forks=rollout.num_forks,
         num_compacted=rollout.num_compacted,
         cut=any(sequence.has_cut for sequence in rollout.sequences),
-        num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
+        num_versions=len(rollout.versions),
     )
 
 

@@ -46,12 +46,10 @@ class RolloutTotals:
 
     def add(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
-            tokens = sum(len(sequence.logprobs) for sequence in rollout.sequences)
-            versions = {version for sequence in rollout.sequences for version in sequence.spans[:, 2].tolist()}
             self.rollouts += 1
-            self.tokens += tokens
-            self.lengths[tokens] += 1
-            self.versions[len(versions)] += 1
+            self.tokens += rollout.num_sampled
+            self.lengths[rollout.num_sampled] += 1
+            self.versions[len(rollout.versions)] += 1
 
 
 @dataclass(kw_only=True)

@@ -151,7 +151,7 @@ def headline(seen: SeenRollout) -> str:
         *(["success" if seen.success else "no success"] if seen.success is not None else []),
         f"versions {versions}",
         *([f"lag {seen.lag}"] if seen.lag is not None else []),
-        f"{seen.num_sampled} tokens",
+        f"{seen.rollout.num_sampled} tokens",
         f"ended by {seen.finish_reason}",
         *seen.flags,
     ]
@@ -198,7 +198,7 @@ def as_json(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
             "advantages": list(seen.advantages),
             "versions": list(seen.versions),
             "lag": seen.lag,
-            "sampled_tokens": seen.num_sampled,
+            "sampled_tokens": seen.rollout.num_sampled,
             "finish_reason": seen.finish_reason,
             "latency_s": rollout.latency_s,
             "servers": list(rollout.servers),

@@ -66,16 +66,12 @@ class SeenRollout:
     @cached_property
     def versions(self) -> tuple[int, ...]:
         """Weight versions that sampled it, ascending."""
-        return tuple(sorted({v for sequence in self.rollout.sequences for v in sequence.spans[:, 2].tolist()}))
+        return tuple(sorted(self.rollout.versions))
 
     @property
     def lag(self) -> int | None:
         """Optimizer steps from its oldest token to the step that trains it."""
         return self.step - self.versions[0] if self.step is not None and self.versions else None
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(len(sequence.logprobs) for sequence in self.rollout.sequences)
 
     @property
     def success(self) -> bool | None:

@@ -48,7 +48,7 @@ def _row(seen: SeenRollout, text: TokenText) -> list[Any]:
         seen.success,
         seen.outcome,
         seen.lag,
-        seen.num_sampled,
+        seen.rollout.num_sampled,
         seen.finish_reason,
         " ".join(seen.flags),
     ]

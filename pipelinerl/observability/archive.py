@@ -50,7 +50,7 @@ def flags_of(rollouts: Sequence[tuple[Rollout, str]]) -> list[tuple[str, ...]]:
     """
     wins = [rollout.reward for rollout, _ in rollouts if rollout.metrics.get("success")]
     usual = statistics.median(wins) if wins else None
-    lengths = [sum(len(sequence.logprobs) for sequence in rollout.sequences) for rollout, _ in rollouts]
+    lengths = [rollout.num_sampled for rollout, _ in rollouts]
     longest = lengths.index(max(lengths)) if lengths else -1
     found = []
     for index, (rollout, outcome) in enumerate(rollouts):

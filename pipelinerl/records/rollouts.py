@@ -92,6 +92,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     diverged: bool = False
     """Whether it asked for something else after a crash than before, and so started anew."""
 
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(sequence.logprobs) for sequence in self.sequences)
+
+    @property
+    def versions(self) -> set[int]:
+        """Weight versions that sampled it."""
+        return {version for sequence in self.sequences for version in sequence.spans[:, 2].tolist()}
+
     def size(self, unit: BatchUnit) -> int:
         """What it counts in an optimizer batch: 1, or its training sequences."""
         return 1 if unit == "rollouts" else len(self.sequences)

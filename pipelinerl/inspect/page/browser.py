@@ -42,7 +42,7 @@ def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
         "success": seen.success,
         "advantage": None if seen.advantage is None else round(seen.advantage, 4),
         "lag": seen.lag,
-        "tokens": seen.num_sampled,
+        "tokens": seen.rollout.num_sampled,
         "finish": seen.finish_reason,
         "versions": list(seen.versions),
         "flags": list(seen.flags),

@@ -85,7 +85,7 @@ def noting_lengths(rollouts: Iterable[SeenRollout], lengths: list[tuple[int, int
     """The rollouts, whose (step, sampled tokens, success) are added to ``lengths`` as they pass."""
     for seen in rollouts:
         if seen.step is not None and seen.success is not None:
-            lengths.append((seen.step, seen.num_sampled, seen.success))
+            lengths.append((seen.step, seen.rollout.num_sampled, seen.success))
         yield seen
 
 
