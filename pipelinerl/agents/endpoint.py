@@ -25,7 +25,7 @@ from pipelinerl.agents.chat_completions import ChatCompletions
 from pipelinerl.agents.dialect import ChatRequest, CountingDialect, Dialect, Event, sampling_parameters
 from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
-from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text, refuse_too_long
+from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_texts_from_llm_calls, refuse_too_long
 from pipelinerl.chat import renderer_of
 from pipelinerl.chat.images import images_of
 from pipelinerl.errors import DomainError, PipelineRLError, ServerError, TransportError
@@ -111,9 +111,7 @@ class RecordedAgent:
             raise DomainError(
                 "the agent made no call to llm.base_url, so there is nothing to train: check its base_url"
             )
-        texts = [make_training_text(self.llm, call) for call in self.calls]
-        for text in texts:
-            text.reward = reward
+        texts = make_training_texts_from_llm_calls(self.llm, self.calls, reward)
         metrics = BaseMetrics(reward=reward, success=success, no_error=True, no_answer=no_answer)
         latency = time.monotonic() - self._started
         return RolloutResult(

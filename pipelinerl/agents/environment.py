@@ -19,7 +19,7 @@ from pipelinerl.agents.run import in_thread
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import Prompt, TrainableLLM
-from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, apply_rollout_reward
 from pipelinerl.world.disk import replace_file
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ async def play_text_environment(
         if step.is_last:
             break
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": step.observation}]
-    for text in texts:
-        text.reward = total
+    apply_rollout_reward(texts, total)
     metrics = BaseMetrics(
         reward=total, success=total > 0 if success is None else success, no_error=True, no_answer=False
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.async_llm import llm_async_generate, make_training_texts_from_llm_calls
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -117,11 +117,8 @@ async def generate_rollout(
     started = time.monotonic()
     calls, outcome = await play(llm, problem, session)
     reward = final_reward(len(calls) - 1, outcome)
-    texts = [make_training_text(llm, call) for call in calls]
-    for text in texts:
-        text.reward = reward
     return RolloutResult(
-        training_texts=texts,
+        training_texts=make_training_texts_from_llm_calls(llm, calls, reward),
         metrics=GuessingMetrics(
             reward=reward,
             success=outcome == "hit",

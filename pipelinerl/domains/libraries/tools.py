@@ -18,7 +18,7 @@ from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.domains.single_turn import conversation
 from pipelinerl.llm import LLMCall, Prompt, ToolCall, TrainableLLM
 from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
-from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, apply_rollout_reward
 
 SYSTEM_PROMPT = "Use the tools where they help. When you know the answer, give it as <answer>number</answer>."
 MAX_ANSWER_CHARS = 100
@@ -96,8 +96,7 @@ async def answer_with_tools(
     verdict = judge(calls[-1].output.content or "", problem["answer"])
     table = VerdictRewards.of(cfg)
     metrics = table.metrics(verdict, finished=texts[-1].finished)
-    for text in texts:
-        text.reward = metrics.reward
+    apply_rollout_reward(texts, metrics.reward)
     return RolloutResult(
         training_texts=texts,
         metrics=ToolUseMetrics(

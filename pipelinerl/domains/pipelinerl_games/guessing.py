@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.async_llm import llm_async_generate, make_training_texts_from_llm_calls
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -76,11 +76,8 @@ async def generate_rollout(
 ) -> RolloutResult:
     started = time.monotonic()
     calls, reward, won, broken = await play(llm, problem["answer"], session)
-    texts = [make_training_text(llm, call) for call in calls]
-    for text in texts:
-        text.reward = reward
     return RolloutResult(
-        training_texts=texts,
+        training_texts=make_training_texts_from_llm_calls(llm, calls, reward),
         metrics=BaseMetrics(reward=reward, success=won, no_error=not broken, no_answer=broken),
         latency=time.monotonic() - started,
         dataset_name=problem["dataset"],
