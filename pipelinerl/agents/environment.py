@@ -129,17 +129,16 @@ class KeptEnvironment:
 
     def __init__(self, environment: TextEnvironment, path: Path | None):
         self._environment: Any = environment
-        self._path = path if hasattr(environment, "snapshot") else None
+        self._path = path if hasattr(environment, "snapshot") and hasattr(environment, "restore") else None
         self._steps: list[KeptStep] = []
         self._left: list[KeptStep] = []
         """Steps of the file that are not returned yet."""
         self._snapshot: bytes | None = None
         """To restore before the next step that is taken."""
-        if self._path is not None and self._path.exists():
-            kept = msgspec.msgpack.decode(self._path.read_bytes(), type=KeptSteps)
-            self._left, self._snapshot = kept.steps, kept.snapshot
 
     async def reset(self, seed: int | None) -> KeptStep:
+        if self._path is not None:
+            await self._read(self._path)
         if self._left:
             return self._replay("")
         observation, _ = await _call(self._environment.reset, seed=seed)
@@ -161,6 +160,16 @@ class KeptEnvironment:
             success=success,
         )
         return await self._keep(step)
+
+    async def _read(self, path: Path) -> None:
+        """Reads the file. A damaged one is as none: its steps are taken again."""
+        try:
+            kept = msgspec.msgpack.decode(await in_thread(path.read_bytes), type=KeptSteps)
+            self._left, self._snapshot = kept.steps, kept.snapshot
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            log.warning("event=environment_not_restored file=%s reason=%r: its steps are taken again", path, error)
 
     def _replay(self, action: str) -> KeptStep:
         step = self._left.pop(0)

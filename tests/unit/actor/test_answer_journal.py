@@ -24,6 +24,7 @@ from pipelinerl.actor.answer_journal import (
     AttemptFile,
     AttemptTransport,
     RecordedAnswer,
+    environment_file,
     request_key,
 )
 from pipelinerl.actor.executor import Executor, RolloutFunction, RolloutRules
@@ -375,6 +376,29 @@ async def test_steps_without_their_answers_are_forgotten(life: Life) -> None:
     ended = await play_dice(life, KeptDice, thrown)
     assert ended is not None
     assert len(ended.rollouts) == 1
+
+
+async def test_environment_that_cannot_be_restored_is_not_kept(life: Life) -> None:
+    class Pictured(Dice):
+        def snapshot(self) -> str:
+            return "a picture"
+
+    ended = await play_dice(life, Pictured, [])
+    assert ended is not None
+    assert len(ended.rollouts) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+async def test_damaged_steps_are_taken_again(life: Life, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    thrown: list[int] = []
+    await play_dice(life, KeptDice, thrown, die_at=3)
+    path = environment_file(life.folder / FOLDER / "d%2F1-2.3")
+    path.write_bytes({"cut": path.read_bytes()[:-1], "empty": b"", "other": b"\xa1\xff"}[damage])
+    ended = await play_dice(life, KeptDice, thrown)
+    assert ended is not None
+    assert ended.rollouts[0].diverged
+    assert len(thrown) == 4 + 1 + 1 + TURNS, "the dice of the second play fell otherwise"
+    assert caplog.text.count("event=environment_not_restored") == 1
 
 
 async def test_snapshot_that_is_no_bytes_is_refused(life: Life) -> None:
