@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import resource
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -124,6 +127,23 @@ print(f"heard-{tail}", sorted(seen))
 """
     outcomes = await sandbox.run_python(code, words)
     assert [outcome.stdout.split(" ", 1)[1] for outcome in outcomes] == ["[]\n"] * 3, outcomes
+
+
+async def test_program_that_was_not_confined_has_no_exit_code(sandbox):
+    impossible = Sandbox(limits=replace(LIMITS, cpu_s=2**70), mode=sandbox.mode)
+    outcome = await run(impossible, "print(1)")
+    impossible.close()
+    assert (outcome.ended, outcome.stdout) == ("signal", "")
+    assert "the sandbox: OverflowError" in outcome.stderr
+
+
+async def test_lower_limits_of_the_machine_hold(sandbox, monkeypatch):
+    lower = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (100, 100))
+    monkeypatch.setattr("subprocess.Popen", partial(subprocess.Popen, preexec_fn=lower))
+    limited = Sandbox(limits=LIMITS, mode=sandbox.mode)
+    outcome = await run(limited, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))")
+    limited.close()
+    assert outcome.stdout == "(100, 100)\n"
 
 
 async def test_each_run_has_its_own_network_and_process_numbers(sandbox):

@@ -63,6 +63,8 @@ async def test_commands_share_the_folder_and_nothing_else(workspace):
     assert (await workspace.run(["python3", "-"], stdin="print(input)")).exit_code == 0
     missing = await workspace.run(["no-such-program"])
     assert (missing.exit_code, missing.stderr) == (127, "no-such-program: No such file or directory\n")
+    refused = await workspace.run(["echo", "a\0b"])
+    assert (refused.exit_code, refused.stderr) == (127, "echo: embedded null byte\n")
 
 
 async def test_one_workspace_finds_nothing_of_another(workspace, template):

@@ -41,7 +41,9 @@ def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, 
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_SIGPENDING, 1024),
     ):
-        resource.setrlimit(name, (value, value))
+        highest = resource.getrlimit(name)[1]  # this machine's, which only root may raise
+        lower = min(value, highest, key=lambda limit: limit % 2**64)  # RLIM_INFINITY is -1
+        resource.setrlimit(name, (lower, lower))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
     if uid is not None:
         os.setgroups([])
@@ -53,13 +55,13 @@ def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, 
 
 
 def execute_command(command: list[str], environment: dict[str, str]) -> None:
-    """Turns this process into the command, as a shell does. A command that does not exist has status 127."""
+    """Turns this process into the command, as a shell does. A command that cannot run has status 127."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an interpreter ignores it
     os.set_inheritable(0, True)  # dup2 keeps the flag of a descriptor that already is 0
     try:
         os.execvpe(command[0], command, {**os.environ, **environment})
-    except OSError as failure:
-        os.write(2, f"{command[0]}: {failure.strerror}\n".encode(errors="replace"))
+    except (OSError, TypeError, ValueError) as failure:  # a NUL in an argument is a ValueError
+        os.write(2, f"{command[0]}: {failure.args[-1]}\n".encode(errors="replace"))
     os._exit(127)
 
 

@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import program
@@ -193,13 +194,12 @@ class Run:
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            if self._group is not None:
-                self._group.enter()
-            uid = self._specification["uid"] if self._jail.own_users else None
-            program.become((inbox, their_out, their_err), self._limits, uid, WORK, self._jail.calls)
-            if "command" in self._specification:
-                program.execute_command(self._specification["command"], self._specification["environment"])
-            program.execute(self._specification["code"])
+            try:
+                self._become_program((inbox, their_out, their_err))
+            except Exception as failure:  # noqa: BLE001 — whatever it is, the program did not run
+                os.write(2, f"the sandbox: {failure!r}\n".encode(errors="replace"))
+            finally:  # it did not: it has no exit code, and ends like a program on a machine that lacks memory
+                os.kill(os.getpid(), signal.SIGKILL)
         for descriptor in (inbox, their_out, their_err):
             os.close(descriptor)
         ended, code = self._watch(pid, out, err, started + self._limits["wall_s"])
@@ -212,6 +212,15 @@ class Run:
             "stdout": base64.b64encode(self._output).decode(),
             "stderr": base64.b64encode(self._errors).decode(),
         }
+
+    def _become_program(self, standard: Sequence[int]) -> None:
+        if self._group is not None:
+            self._group.enter()
+        uid = self._specification["uid"] if self._jail.own_users else None
+        program.become(standard, self._limits, uid, WORK, self._jail.calls)
+        if "command" in self._specification:
+            program.execute_command(self._specification["command"], self._specification["environment"])
+        program.execute(self._specification["code"])
 
     def close(self) -> None:
         """Removes the group. Call it when all processes of the run have ended."""
