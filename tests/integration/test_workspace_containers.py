@@ -90,6 +90,12 @@ async def test_end_of_a_command_is_told(make, template, command, ended, exit_cod
     assert (outcome.ended, outcome.exit_code, len(output)) == (ended, exit_code, 65536 if ended == "output" else 0)
 
 
+async def test_commands_of_one_workspace_take_turns(make, template):
+    async with await make(template) as workspace:
+        outcomes = await asyncio.gather(*(workspace.run(["cat"], stdin=name) for name in "abc"))
+    assert [outcome.stdout for outcome in outcomes] == ["a", "b", "c"]
+
+
 async def test_failure_of_the_client_is_a_failure(make, template):
     async with await make(template) as workspace:
         with pytest.raises(VerifierError, match="did not run sh"):

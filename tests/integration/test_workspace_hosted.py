@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,13 @@ USER = 100_000 + os.getpid()
 """A user of this test alone: all of its processes are killed."""
 
 
+class CommandExitException(Exception):
+    """E2B's client raises it for every exit code but 0."""
+
+    def __init__(self, stdout: str):
+        self.stdout = stdout
+
+
 class Provider:
     """What the clients are asked for. Each machine has a folder of its own in the place of ``/sandbox``."""
 
@@ -40,6 +48,9 @@ class Provider:
         self.ended = 0
         self.user: int | None = None
         self.failure: Exception | None = None
+        self.killed = False
+        """Whether what runs a command is killed during the run."""
+        self.does_not_end: Callable[[], Awaitable[None]] | None = None
 
     def start(self, **how) -> None:
         self.started.append(how)
@@ -51,15 +62,20 @@ class Provider:
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(data)
 
-    async def run(self, command: str) -> str:
+    async def run(self, command: str) -> tuple[str, int]:
+        """Returns output and exit code."""
+        if self.killed:
+            return remote.inside.BEGINS, 137
         words = shlex.split(command)
         process = await asyncio.create_subprocess_exec(
             PYTHON, *words[1:], stdout=subprocess.PIPE, user=self.user, env={"PATH": "/usr/bin:/bin"}
         )
-        return (await process.communicate())[0].decode()
+        return (await process.communicate())[0].decode(), await process.wait()
 
     async def end(self) -> None:
         self.ended += 1
+        if self.does_not_end:
+            await self.does_not_end()
 
     def clients(self) -> dict[str, ModuleType | SimpleNamespace]:
         """The modules of the three clients, with what is used of them."""
@@ -71,7 +87,10 @@ class Provider:
             self.start(**how)
 
             async def run(command, *, user, timeout):
-                return SimpleNamespace(stdout=await self.run(command))
+                stdout, exit_code = await self.run(command)
+                if exit_code:
+                    raise CommandExitException(stdout)
+                return SimpleNamespace(stdout=stdout)
 
             files = SimpleNamespace(write=self.write)
             return SimpleNamespace(files=files, commands=SimpleNamespace(run=run), kill=self.end)
@@ -83,7 +102,7 @@ class Provider:
                 await self.write(path, data)
 
             async def execute(*command, timeout):
-                printed = await self.run(shlex.join(command))
+                printed, _ = await self.run(shlex.join(command))
 
                 async def read():
                     return printed
@@ -110,7 +129,7 @@ class Provider:
                     await self.write(path, data)
 
                 async def execute(command, timeout):
-                    return SimpleNamespace(result=await self.run(command))
+                    return SimpleNamespace(result=(await self.run(command))[0])
 
                 files, process = SimpleNamespace(upload_file=upload), SimpleNamespace(exec=execute)
                 return SimpleNamespace(fs=files, process=process)
@@ -120,8 +139,9 @@ class Provider:
 
         images = SimpleNamespace(from_registry=str, debian_slim=str)
         sandbox, app = SimpleNamespace(create=aio(create_modal)), SimpleNamespace(lookup=aio(lookup))
+        e2b = {"ALL_TRAFFIC": "0.0.0.0/0", "CommandExitException": CommandExitException}
         return {
-            "e2b": SimpleNamespace(ALL_TRAFFIC="0.0.0.0/0", AsyncSandbox=SimpleNamespace(create=create_e2b)),
+            "e2b": SimpleNamespace(**e2b, AsyncSandbox=SimpleNamespace(create=create_e2b)),
             "modal": SimpleNamespace(App=app, Image=images, Sandbox=sandbox),
             "daytona": SimpleNamespace(
                 AsyncDaytona=AsyncDaytona, CreateSandboxFromImageParams=dict, CreateSandboxFromSnapshotParams=dict
@@ -136,6 +156,7 @@ def provider(monkeypatch):
         provider = Provider(Path(folder), monkeypatch)
         monkeypatch.setattr(remote, "FOLDER", f"{folder}/program")
         monkeypatch.setattr(hosted, "UID", USER)
+        os.mkdir(f"{folder}/sandbox1")  # of the first machine's image
         for name, module in provider.clients().items():
             monkeypatch.setitem(sys.modules, name, module)
         yield provider
@@ -147,6 +168,7 @@ def provider(monkeypatch):
 @pytest.fixture
 def template(tmp_path):
     (tmp_path / "one.txt").write_text("1\n")
+    (tmp_path / "one.txt").chmod(0o755)
     return pack_folder(tmp_path)
 
 
@@ -186,6 +208,9 @@ async def test_agent_works_on_one_machine_and_a_copy_is_judged_on_another(provid
         (["sleep", "600"], "time", -9),
         (["head", "-c", "200000", "/dev/zero"], "output", 0),
         (["no-such-program"], "exited", 127),
+        (["./one.txt"], "exited", 127),  # ENOEXEC: the kernel cannot run it
+        (["true", "x" * (1 << 17)], "exited", 127),  # E2BIG: a question as an argument
+        (["true", "a\0b"], "exited", 127),
         (["sh", "-c", "setsid sleep 600 & true"], "exited", 0),  # the fixture finds that it has ended
     ],
 )
@@ -197,6 +222,12 @@ async def test_end_of_a_command_is_told(provider, template, command, ended, exit
     assert (outcome.ended, outcome.exit_code, len(output)) == (ended, exit_code, 65536 if ended == "output" else 0)
 
 
+async def test_commands_of_one_workspace_take_turns(provider, template):
+    async with await HostedWorkspace.make(template, provider="e2b") as workspace:
+        outcomes = await asyncio.gather(*(workspace.run(["cat"], stdin=name) for name in "abc"))
+    assert [outcome.stdout for outcome in outcomes] == ["a", "b", "c"]
+
+
 async def test_command_reads_neither_the_token_nor_the_environment_of_root(provider, template):
     async with await HostedWorkspace.make(template, provider="e2b") as workspace:
         outcome = await workspace.run(["sh", "-c", f"id -u; cat {remote.FOLDER}/token; env"], env={"MINE": "1"})
@@ -204,6 +235,44 @@ async def test_command_reads_neither_the_token_nor_the_environment_of_root(provi
     assert user == str(USER)
     assert {line.partition("=")[0] for line in variables} - {"PWD", "SHLVL", "_"} == {"PATH", "HOME", "MINE"}
     assert "token" in outcome.stderr
+
+
+async def test_what_a_command_leaves_in_the_home_does_not_run_before_the_next_one(provider, template):
+    async with await HostedWorkspace.make(template, provider="e2b") as workspace:
+        plant = "import os, site; path = site.getusersitepackages(); os.makedirs(path); os.chdir(path)\n"
+        plant += "open('usercustomize.py', 'w').write('import os; os._exit(9)')"
+        home = {"HOME": hosted.FOLDER}
+        assert (await workspace.run(["python3", "-c", plant], env=home)).exit_code == 0
+        assert (await workspace.run(["python3", "-c", ""], env=home)).exit_code == 9, "it is planted"
+        assert (await workspace.run(["true"], env=home)).exit_code == 0
+
+
+@pytest.mark.parametrize("name", hosted.MACHINES)
+async def test_what_runs_a_command_is_killed_with_it(provider, template, name):
+    async with await HostedWorkspace.make(template, provider=name) as workspace:
+        provider.killed = True
+        assert (await workspace.run(["true"])).ended == "signal"
+
+
+async def fails() -> None:
+    raise ConnectionError("not now")
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("end", [fails, hangs])
+@pytest.mark.parametrize("name", hosted.MACHINES)
+async def test_machine_that_its_provider_does_not_end_hides_no_error(
+    provider, template, name, end, monkeypatch, caplog
+):
+    async with await HostedWorkspace.make(template, provider=name):
+        provider.does_not_end = end
+        monkeypatch.setattr(remote, "END_S", 0.01)
+    with pytest.raises(NotCopied):
+        await HostedWorkspace.make(b"no archive", provider=name)
+    assert caplog.text.count("event=machine_kept") == 2
 
 
 @pytest.mark.parametrize("address", [None, "my.host"])

@@ -57,11 +57,12 @@ class Provider:
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(data)
 
-    async def run(self, *command: str) -> str:
+    async def run(self, *command: str) -> tuple[str, int]:
+        """Returns output and exit code."""
         assert command[0] == "python3"
         shell = shlex.join([self.python, *command[1:]])
         process = await asyncio.create_subprocess_shell(shell, stdout=asyncio.subprocess.PIPE)
-        return (await process.communicate())[0].decode()
+        return (await process.communicate())[0].decode(), await process.wait()
 
     async def end(self) -> None:
         self.ended += 1
@@ -90,7 +91,8 @@ def fake_daytona(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
         await provider.write(dst, src)
 
     async def execute(command: str, *, timeout: int) -> daytona.ExecuteResponse:
-        return daytona.ExecuteResponse(exit_code=0, result=await provider.run(*command.split()))
+        result, exit_code = await provider.run(*command.split())
+        return daytona.ExecuteResponse(exit_code=exit_code, result=result)
 
     async def delete(self: Any, sandbox: Any) -> None:
         await provider.end()
@@ -111,7 +113,11 @@ def fake_e2b(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run(cmd: str, *, user: str, timeout: float) -> Any:
         assert user == "root"
-        return SimpleNamespace(stdout=await provider.run(*cmd.split()))
+        stdout, exit_code = await provider.run(*cmd.split())
+        ended: dict[str, Any] = {"stdout": stdout, "stderr": "", "exit_code": exit_code, "error": None}
+        if exit_code:
+            raise e2b.CommandExitException(**ended)
+        return SimpleNamespace(**ended)
 
     monkeypatch.setattr(e2b.AsyncSandbox, "create", as_real(e2b.AsyncSandbox.create, create, method=False))
 
@@ -133,7 +139,7 @@ def fake_modal(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def execute(*command: str, timeout: int) -> Any:
         async def read() -> str:
-            return await provider.run(*command)
+            return (await provider.run(*command))[0]
 
         return SimpleNamespace(stdout=SimpleNamespace(read=SimpleNamespace(aio=read)))
 

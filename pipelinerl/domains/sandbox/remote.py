@@ -6,6 +6,7 @@ its own without a network, because runs share nothing. A failure of the provider
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -28,10 +29,13 @@ AT_ONCE = 32
 """Concurrent machines of one rollout worker. Providers limit and bill them."""
 START_S = 120
 """Seconds in which a machine must start and end, besides the program's time. A provider pulls images first."""
+END_S = 60
+"""Seconds for a machine to end. A provider ends one that takes longer at the end of its lifetime."""
 FOLDER = "/tmp/program"
 INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
 """The script that runs a program there."""
 OUTPUT_BYTES = Limits().output_kb * 1024
+log = logging.getLogger(__name__)
 
 Execute = Callable[[Mapping[str, bytes], Sequence[str], int], Awaitable[str]]
 """(path → content, command, limit in seconds) → the output: writes the files and runs the command."""
@@ -116,6 +120,14 @@ async def run_inside(
     return msgspec.json.decode(written[0]) if written else None
 
 
+async def _end(provider: str, ending: Awaitable[object]) -> None:
+    """Awaits the end of a machine. Its failure is a warning: it must not hide a report, or another error."""
+    try:
+        await asyncio.wait_for(ending, END_S)
+    except Exception as error:  # noqa: BLE001 — as in ``provider_errors``
+        log.warning("event=machine_kept provider=%s reason=%r: it ends after its lifetime", provider, error)
+
+
 @asynccontextmanager
 async def daytona_machine(
     lifetime_s: int, image: str | None = None, reaches: str | None = None
@@ -143,12 +155,12 @@ async def daytona_machine(
         try:
             yield execute
         finally:
-            await client.delete(sandbox)
+            await _end("Daytona", client.delete(sandbox))
 
 
 @asynccontextmanager
 async def e2b_machine(lifetime_s: int, image: str | None = None, reaches: str | None = None) -> AsyncIterator[Execute]:
-    from e2b import ALL_TRAFFIC, AsyncSandbox
+    from e2b import ALL_TRAFFIC, AsyncSandbox, CommandExitException
 
     how: dict[str, Any] = {"template": image} if image else {}
     how |= {"network": {"allow_out": [reaches], "deny_out": [ALL_TRAFFIC]}} if reaches else {}
@@ -157,12 +169,15 @@ async def e2b_machine(lifetime_s: int, image: str | None = None, reaches: str | 
     async def execute(files: Mapping[str, bytes], command: Sequence[str], limit_s: int) -> str:
         for path, data in files.items():
             await sandbox.files.write(path, data)
-        return (await sandbox.commands.run(" ".join(command), user="root", timeout=limit_s)).stdout
+        try:
+            return (await sandbox.commands.run(" ".join(command), user="root", timeout=limit_s)).stdout
+        except CommandExitException as ended:  # with another exit code than 0, as when it was killed
+            return ended.stdout or str(ended)
 
     try:
         yield execute
     finally:
-        await sandbox.kill()
+        await _end("E2B", sandbox.kill())
 
 
 @asynccontextmanager
@@ -185,7 +200,7 @@ async def modal_machine(
     try:
         yield execute
     finally:
-        await sandbox.terminate.aio()
+        await _end("Modal", sandbox.terminate.aio())
 
 
 def _make(provider: str, machines: Machines, cfg: DictConfig, session: aiohttp.ClientSession) -> RemoteSandbox:

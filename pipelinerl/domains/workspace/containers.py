@@ -47,6 +47,8 @@ class ContainerWorkspace(Workspace):
         self._client, self._name = client, f"pipelinerl-{secrets.token_hex(8)}"
         self._bound = tempfile.mkdtemp(prefix="workspace-")
         self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        """Held by a run: its end is that of all processes of the container."""
 
     @classmethod
     async def make(
@@ -102,6 +104,12 @@ class ContainerWorkspace(Workspace):
             raise VerifierError(f"{self._client} started no container of {image}: see its error output") from failure
 
     async def execute(
+        self, command: Sequence[str], stdin: bytes, env: Mapping[str, str], limits: Limits
+    ) -> tuple[Outcome, bytes]:
+        async with self._turn:
+            return await self._execute(command, stdin, env, limits)
+
+    async def _execute(
         self, command: Sequence[str], stdin: bytes, env: Mapping[str, str], limits: Limits
     ) -> tuple[Outcome, bytes]:
         names = [f"--env={name}" for name in env]  # the client finds their values in its own environment

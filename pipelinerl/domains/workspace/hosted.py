@@ -44,6 +44,8 @@ class HostedWorkspace(Workspace):
         self.limits = limits
         self._provider, self._machine = provider, AsyncExitStack()
         self._execute: Execute | None = None
+        self._turn = asyncio.Lock()
+        """Held by a run: all of them have the same files of ``inside.remote``, and the same user."""
         self._urls = ("", "")
         """The endpoint's address on this machine, and the one in its place there. Empty: there is none."""
 
@@ -111,15 +113,14 @@ class HostedWorkspace(Workspace):
         }
         files = {"task.json": json.dumps(task).encode(), "stdin.txt": stdin}
         with provider_errors(self._provider):
-            async with asyncio.timeout(limits.wall_s + START_S):
+            async with self._turn, asyncio.timeout(limits.wall_s + START_S):
                 report = await run_inside(self._provider, self._execute, files, limits.wall_s, output_bytes)
         if report is None:
             return KILLED, b""
         return replace(as_outcome(report), stdout=""), base64.b64decode(report["stdout"])
 
     async def remove(self) -> None:
-        with provider_errors(self._provider):
-            await self._machine.aclose()
+        await self._machine.aclose()
 
 
 def _checked(provider: str, address: str | None) -> str:

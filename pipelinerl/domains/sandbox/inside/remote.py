@@ -60,9 +60,8 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
         if not as_root:
             print("a workspace's commands need a user of their own, so this machine's user must be root")
             return
-        if not os.path.isdir(task["folder"]):
-            os.mkdir(task["folder"])
-            os.chown(task["folder"], task["uid"], task["uid"])
+        os.makedirs(task["folder"], exist_ok=True)
+        os.chown(task["folder"], task["uid"], task["uid"])
     elif as_root:
         os.chmod(folder, 0o777)  # a program may write beside itself
     else:
@@ -98,7 +97,8 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
     ):
-        if start([sys.executable, "-c", f"open({(folder + '/stdin.txt')!r})"], stdin, out, err).wait():
+        # -I -S: it runs nothing of a workspace's home, where an earlier command may have left a site's modules
+        if start([sys.executable, "-I", "-S", "-c", f"open({(folder + '/stdin.txt')!r})"], stdin, out, err).wait():
             print(f"the program's user cannot run {sys.executable}: {os.pread(err.fileno(), ERROR_BYTES, 0)!r}")
             return
         print(BEGINS, flush=True)
@@ -111,8 +111,10 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 code, late = process.wait(), True
-        except (FileNotFoundError, PermissionError) as error:  # of the command. Others are the machine's
-            err.write(str(error).encode())
+        except (OSError, TypeError, ValueError) as error:  # a NUL in an argument is a ValueError
+            if isinstance(error, OSError) and error.filename != task["command"][0]:
+                raise  # the machine's, as a fork that fails
+            err.write(f"{task['command'][0]}: {error.args[-1]}\n".encode(errors="replace"))
             err.flush()
         seconds = time.monotonic() - started
         if is_workspace:
