@@ -94,6 +94,9 @@ RESERVED = {
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
 """Keys that the user may not set to another value than the run's, with the reason or the fix."""
+CPU_BLOCK = 32
+"""Tokens of a block. Only whole blocks of a prompt are cached, and vLLM's own 128 is more than many prompts have.
+Its CPU kernels want a multiple of 32."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM makes room."""
 
@@ -211,6 +214,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
             settings[CAPTURE_SIZE] = most
     if world.accelerator == "cpu":
         settings["enforce-eager"] = True
+        settings["block-size"] = CPU_BLOCK
         if devices_per_server(cfg) == 1:
             settings["distributed-executor-backend"] = "uni"
     return settings | (_span_settings(job.span) if job.span else {})

@@ -130,6 +130,7 @@ def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
         "--enable-prefix-caching": True,
         "--scheduler-cls": "pipelinerl.inference.scheduler.AnswerScheduler",
         "--enforce-eager": True,
+        "--block-size": "32",
         "--distributed-executor-backend": "uni",
         "--dtype": "float32",
         "--middleware": "pipelinerl.inference.access.RouteAccess",
