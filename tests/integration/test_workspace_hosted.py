@@ -6,6 +6,7 @@ import asyncio
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -206,6 +207,7 @@ async def test_agent_works_on_one_machine_and_a_copy_is_judged_on_another(provid
         (["sh", "-c", "exit 3"], "exited", 3),
         (["sh", "-c", "kill -11 $$"], "signal", -11),
         (["sleep", "600"], "time", -9),
+        (["python3", "-c", "while True: pass"], "time", -signal.SIGXCPU),
         (["head", "-c", "200000", "/dev/zero"], "output", 0),
         (["no-such-program"], "exited", 127),
         (["./one.txt"], "exited", 127),  # ENOEXEC: the kernel cannot run it
@@ -216,7 +218,7 @@ async def test_agent_works_on_one_machine_and_a_copy_is_judged_on_another(provid
 )
 async def test_end_of_a_command_is_told(provider, template, command, ended, exit_code):
     async with await HostedWorkspace.make(template, provider="e2b") as workspace:
-        limits = replace(LIMITS, wall_s=0.5 if ended == "time" else 60.0, output_kb=64)
+        limits = replace(LIMITS, cpu_s=1, wall_s=0.5 if command[0] == "sleep" else 60.0, output_kb=64)
         outcome, output = await workspace.execute(command, b"", {}, limits)
         assert (await workspace.run(["cat", "one.txt"])).stdout == "1\n"
     assert (outcome.ended, outcome.exit_code, len(output)) == (ended, exit_code, 65536 if ended == "output" else 0)

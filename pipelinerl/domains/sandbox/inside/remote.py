@@ -73,7 +73,7 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
 
     def confine() -> None:
         for limit, value in task["limits"].items():
-            resource.setrlimit(int(limit), (value, value))
+            resource.setrlimit(int(limit), (value, value + 1))  # CPU time: first SIGXCPU, then SIGKILL
         if as_root:
             os.setgroups([])
             os.setgid(task["uid"])
@@ -108,6 +108,7 @@ def main(folder: str, limit_s: float, output_bytes: int) -> None:
             process = start(task["command"], stdin, out, err)
             try:
                 code = process.wait(limit_s)
+                late = code == -signal.SIGXCPU
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 code, late = process.wait(), True
