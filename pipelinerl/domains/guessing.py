@@ -5,6 +5,7 @@ A game is ONE growing conversation, so its turns extend each other into one trai
 
 import re
 import time
+from random import Random
 from typing import Any, Literal
 
 import aiohttp
@@ -17,8 +18,9 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 SMALL = 64
 """Up to this many numbers, train and test are the same: the policy learns the search, not the numbers."""
-HELD_OUT_EVERY = 4
-"""With more than ``SMALL`` numbers, every fourth one is held out for ``test``."""
+HELD_OUT_SHARE = 1 / 4
+"""With more than ``SMALL`` numbers, these are held out for ``test``. They are drawn, always the same ones, for a policy
+could learn that no multiple of four ever comes up."""
 
 
 def numbers_of(part: str, max_number: int) -> list[int]:
@@ -26,7 +28,8 @@ def numbers_of(part: str, max_number: int) -> list[int]:
     numbers = range(1, max_number + 1)
     if max_number <= SMALL:
         return list(numbers)
-    return [number for number in numbers if (number % HELD_OUT_EVERY == 0) == (part == "test")]
+    held_out = set(Random(0).sample(numbers, round(HELD_OUT_SHARE * max_number)))
+    return [number for number in numbers if (number in held_out) == (part == "test")]
 
 
 def load_problems(

@@ -68,6 +68,7 @@ def test_large_games_keep_numbers_for_the_test():
     assert not train & test
     assert len(train) == 768
     assert len(test) == 256
+    assert {number % 4 for number in test} == {number % 4 for number in train} == {0, 1, 2, 3}
 
 
 def test_small_games_test_on_every_number():
