@@ -1,6 +1,6 @@
 """Sums in words with one or two operations: imitation of the form first, then reinforcement learning.
 
-python -m examples.arithmetic.arithmetic --rows 200 --seed 0 > results/arithmetic.jsonl    conversations to imitate
+python -m examples.arithmetic.arithmetic --rows 600 --seed 0 > results/arithmetic.jsonl    conversations to imitate
 """
 
 import re
