@@ -1,11 +1,13 @@
-"""Does a run learn the same with shared prefixes? The recipe `words`, with and without, in pairs of equal seeds.
+"""Does a run learn the same with shared prefixes? `words` and `quickstart`, with and without, in pairs of equal seeds.
 
     python -m pipelinerl.launch --config-name=words seed=1 output_dir=results/w1
     python -m pipelinerl.launch --config-name=words seed=1 output_dir=results/w1_off finetune.share_prefixes=off
     python -m benchmarks.shared_learning results/w1 results/w1_off --steps 40 --json benchmarks/shared_learning.json
 
-Both may have gone further. Per run: means of ten steps of the training reward, the last evaluation on held-out
-problems, the trainer's median seconds per step, and the smallest effective sample size.
+Both may have gone further. Per run: means of the training reward in each quarter of the steps, the last evaluation on
+held-out problems, the trainer's median seconds per step, the smallest effective sample size, and the tokens' mean lag.
+With `schedule=conventional max_lag_steps=0` the lag is 0 on both sides, so they train on data of the same age. A run
+that the file has is kept.
 """
 
 import argparse
@@ -16,35 +18,36 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import commit, machine
-from benchmarks.recipe import record, rounded
-from examples.words.words import figures
+from benchmarks.recipe import no_figures, record, rounded
 from pipelinerl.config.load import load_old_run
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.streams import set_streams_backend
 
-WINDOW = 10
-"""Steps. The reward of one step scatters by .05."""
-
 
 def beginning(run_dir: Path, steps: int) -> dict[str, Any]:
     """What a run did in its first steps."""
-    run = record(run_dir, figures)
+    run, config = record(run_dir, no_figures), load_old_run(run_dir)
     training = {name: values[:steps] for name, values in run["training"].items()}
     seconds = [0.0, *training["seconds"]]
     reward = training[TrainerMetric.REWARD]
-    windows = {
-        f"reward of steps {at + 1} to {at + WINDOW}": rounded(statistics.fmean(reward[at : at + WINDOW]))
-        for at in range(0, len(reward), WINDOW)
+    quarter = steps // 4
+    quarters = {
+        f"reward of quarter {at + 1}": rounded(statistics.fmean(reward[at * quarter : (at + 1) * quarter]))
+        for at in range(4)
     }
     last = [e for e in run["evaluations"] if e["step"] <= steps][-1]
     return {
+        "task": config.dataset_loader,
+        "schedule": config.schedule,
         "seed": run["seed"],
-        "share_prefixes": load_old_run(run_dir).finetune.share_prefixes,
-        **windows,
+        "share_prefixes": config.finetune.share_prefixes,
+        "steps": steps,
+        **quarters,
         "evaluated at step": last["step"],
         "held-out reward": last["reward"],
         "seconds per step": rounded(statistics.median(later - earlier for earlier, later in pairwise(seconds))),
         "ess": rounded(min(training[TrainerMetric.ESS])),
+        "mean lag": rounded(statistics.fmean(training[TrainerMetric.LAG_MEAN])),
     }
 
 
@@ -57,8 +60,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     set_streams_backend("files")
-    runs = [beginning(run_dir, args.steps) for run_dir in args.runs]
-    document = {"machine": machine(), "commit": args.commit or commit(), "note": args.note, "runs": runs}
+    known = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {"note": "", "runs": []}
+    at = args.commit or commit()
+    runs = [*known["runs"], *(beginning(run_dir, args.steps) | {"commit": at} for run_dir in args.runs)]
+    document = {"machine": machine(), "note": args.note or known["note"], "runs": runs}
     args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
