@@ -6,8 +6,8 @@
 
 Both may have gone further. Per run: means of the training reward in each quarter of the steps, the last evaluation on
 held-out problems, the trainer's median seconds per step, the smallest effective sample size, and the tokens' mean lag.
-With `schedule=conventional max_lag_steps=0` the lag is 0 on both sides, so they train on data of the same age. A run
-that the file has is kept.
+With `schedule=conventional max_lag_steps=0` the lag is 0 on both sides, so they train on data of the same age. The
+runs are added to those that the file has.
 """
 
 import argparse
