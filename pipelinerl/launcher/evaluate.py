@@ -106,9 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = launch(arguments_of(args, folder))
     found = (read_debug_run(folder) or {}).get("evaluation")
     if code or found is None:
-        if not args.keep and not list(folder.glob("*_0/log.txt")):
-            shutil.rmtree(folder)  # refused: nothing was started
-        elif code < 128:
+        if not any(folder.glob("*_0/log.txt")):  # refused, or a dry run
+            if not args.keep:
+                shutil.rmtree(folder)
+            return code
+        if code < 128:
             print(f"error: no evaluation; the logs are in {folder}", file=sys.stderr)
         return code or 1
     result = {

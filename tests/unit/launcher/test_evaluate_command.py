@@ -109,3 +109,10 @@ def test_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["nowhere/model", "--config-name=nonexistent"]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_succeeds_and_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(evaluate, "launch", lambda arguments: 0)  # as a dry run: it starts nothing
+    assert main(["m", "--config-name=math", "dry_run=true"]) == 0
+    assert list(tmp_path.iterdir()) == []
