@@ -219,7 +219,7 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
     time.sleep(STACKS_GRACE_S)
     lines = []
     for name, path, before in asked:
-        text = path.read_text(encoding="utf-8")[before:] if path.exists() else ""
+        text = path.read_bytes()[before:].decode(errors="replace") if path.exists() else ""
         lines += [
             f"── {name} ({path})",
             visible(text.rstrip()) or "no answer: the process is frozen or in foreign code",

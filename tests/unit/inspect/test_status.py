@@ -167,12 +167,14 @@ def test_stacks_of_live_roles_are_printed_and_strangers_are_not_signalled(run_fo
     try:
         assert role.stdout is not None
         role.stdout.readline()
+        (run_folder / "actor_0/stacks.txt").write_text("é" * 400 + "\n")  # of an earlier time
         write_status(
             run_folder / "status" / "verifier_0.json",
             record("verifier_0", pid=stranger.pid, hostname=os.uname().nodename),
         )
         lines = command.dump_stacks(run_folder, read_statuses(run_folder))
         assert [line for line in lines if line.startswith("──")] == [f"── actor_0 ({run_folder}/actor_0/stacks.txt)"]
+        assert lines[1].startswith(("Thread 0x", "Current thread 0x"))
         assert '"<string>", line ' in "\n".join(lines)
         assert stranger.poll() is None
     finally:
