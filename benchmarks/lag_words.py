@@ -5,7 +5,8 @@
 
 Loss and corrections are those of `base`. Every bound is a run in a folder of its own. The same command goes on with an
 interrupted run, and repeats none that the JSON file has. A recorded run's models (2 GB) are deleted. `seconds` are the
-trainer's, without interruptions. A bound above 2 is only reached where generation is ahead of training.
+trainer's, without interruptions. A bound is only reached where generation is ahead of training, so the trainer computes
+every layer again in the backward pass (`gradient_checkpointing`), which costs it a third.
 """
 
 import argparse
@@ -26,6 +27,13 @@ from pipelinerl.streams import set_streams_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = (0, 2, 8, 16)
+SETTINGS = (
+    "finetune.keep_checkpoints=1",
+    "finetune.keep_exports=1",
+    "eval_every_n_versions=0",  # an evaluation takes the server's time
+    "eval.at_start=false",
+    "finetune.gradient_checkpointing=true",
+)
 SMOOTHED = 5
 """Steps of a point of the curves. The reward of one step scatters by .05."""
 
@@ -84,9 +92,13 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of every run")
     args = parser.parse_args()
     set_streams_backend("files")
-    kept = ["finetune.keep_checkpoints=1", "finetune.keep_exports=1"]
-    settings = [f"finetune.max_train_steps={args.steps}", *kept, *args.set]
-    found: dict[str, Any] = json.loads(args.json.read_text(encoding="utf-8"))["bounds"] if args.json.exists() else {}
+    settings = [f"finetune.max_train_steps={args.steps}", *SETTINGS, *args.set]
+    found: dict[str, Any] = {}
+    if args.json.exists():
+        known = json.loads(args.json.read_text(encoding="utf-8"))
+        if known["set"] != settings:
+            parser.error(f"{args.json} is of other settings, {known['set']}; name another file")
+        found = known["bounds"]
     for bound in args.bounds:
         if str(bound) not in found:
             run = (args.folder / str(bound)).resolve()
