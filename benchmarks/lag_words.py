@@ -6,7 +6,7 @@
 Loss and corrections are those of `base`. Every bound is a run in a folder of its own. The same command goes on with an
 interrupted run, and repeats none that the JSON file has. A recorded run's models (2 GB) are deleted. `seconds` are the
 trainer's, without interruptions. A bound is only reached where generation is ahead of training, so the trainer computes
-every layer again in the backward pass (`gradient_checkpointing`), which costs it a third. A step takes 32 rollouts.
+every layer again in the backward pass (`gradient_checkpointing`). A step takes 32 rollouts.
 """
 
 import argparse
@@ -105,8 +105,8 @@ def main() -> None:
         if str(bound) not in found:
             run = (args.folder / str(bound)).resolve()
             train(run, bound, settings)
-            found[str(bound)] = record(run, figures)
-            result = {"machine": machine(), "commit": commit(), "set": settings, "bounds": found}
+            found[str(bound)] = {"machine": machine(), "commit": commit(), **record(run, figures)}
+            result = {"set": settings, "bounds": found}
             args.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             for models in (CHECKPOINTS, EXPORTS):
                 shutil.rmtree(run / models)
