@@ -170,6 +170,12 @@ def record(run_dir: Path, figures: Figures, reference: PreTrainedModel | None = 
     }
 
 
+def imitation(run_dir: Path) -> dict[str, Any]:
+    """Rows, losses and seconds of the imitation that the runs began with."""
+    summary = read_summary(run_dir) or {}
+    return {"wall_s": rounded(summary["wall_s"]), **{k: rounded(v) for k, v in summary["imitation"].items()}}
+
+
 def draw(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     """Every number of the evaluations over optimizer steps, one panel each, one line per seed."""
     import matplotlib
@@ -194,6 +200,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, one per seed")
     parser.add_argument("--out", type=Path, required=True, help="folder of the recipe")
     parser.add_argument("--figures", type=named, default=no_figures, help="module:function of a mapping of means")
+    parser.add_argument("--imitation", type=Path, help="run folder of the imitation before them")
     parser.add_argument("--reference", help="the model before any training, a folder or a name")
     parser.add_argument("--commit", help="at which the runs were made; else the checkout's")
     parser.add_argument("--note", default="", help="what else the machine did, say")
@@ -201,7 +208,13 @@ def main() -> int:
     set_streams_backend("files")
     reference = AutoModelForCausalLM.from_pretrained(args.reference, dtype=torch.float32) if args.reference else None
     runs = [record(run_dir, args.figures, reference) for run_dir in args.runs]
-    document = {"machine": machine(), "commit": args.commit or commit(), "note": args.note, "runs": runs}
+    document = {
+        "machine": machine(),
+        "commit": args.commit or commit(),
+        "note": args.note,
+        **({"imitation": imitation(args.imitation)} if args.imitation else {}),
+        "runs": runs,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     draw(args.out / "curve.png", runs)
