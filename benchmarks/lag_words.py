@@ -106,6 +106,7 @@ def main() -> None:
             run = (args.folder / str(bound)).resolve()
             train(run, bound, settings)
             found[str(bound)] = {"machine": machine(), "commit": commit(), **record(run, figures)}
+            found = dict(sorted(found.items(), key=lambda of_bound: int(of_bound[0])))
             result = {"set": settings, "bounds": found}
             args.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             for models in (CHECKPOINTS, EXPORTS):
