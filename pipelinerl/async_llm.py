@@ -448,7 +448,7 @@ def _to_call(
         )
     call = LLMCall(
         prompt=prompt,
-        output=_output_of(sampled_text, said, f"call-{index}"),
+        output=_output_of(sampled_text, said, index),
         prompt_length_tokens=len(tokens.prompt_ids),
         output_length_tokens=len(tokens.completion_ids),
         model_version=int(spans[:, 2].min()) if len(spans) else None,
@@ -464,12 +464,15 @@ def _to_call(
     return call
 
 
-def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
-    """Builds the assistant's message from the sampled text and the tool calls found in it."""
+def _output_of(text: str, said: ReadText, index: int) -> LLMOutput:
+    """Builds the assistant's message from the sampled text and the tool calls found in it.
+
+    ``index``: of the answer in the rollout. Ids have nine letters and digits, which Mistral's templates require.
+    """
     if not said.calls:
         return LLMOutput(content=text)
     tool_calls = [
-        ToolCall(id=f"{call_prefix}-{i}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+        ToolCall(id=f"call{index:03d}{i:02d}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
         for i, (name, arguments) in enumerate(said.calls)
     ]
     return LLMOutput(content=said.content or None, tool_calls=tool_calls)

@@ -91,7 +91,7 @@ def extend(
     continued = [turn for turn in reversed(turns) if turn.tools == tools and _continues(history, turn)]
     for turn in sorted(continued, key=lambda turn: -len(turn.history)):
         count = len(turn.history)
-        ids = _ids_between(renderer, turn, messages[count:], kwargs)
+        ids = _ids_between(renderer, turn, messages[:count], messages[count:], kwargs)
         if ids is not None:
             return _extended(renderer, turn, ids, messages), turn
     return None
@@ -115,42 +115,58 @@ def _continues(history: History, turn: Turn) -> bool:
     return len(history) > count and history[count] in turn.answers and history[:count] == turn.history
 
 
-def _ids_between(renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]) -> np.ndarray | None:
+def _ids_between(
+    renderer: ChatRenderer, turn: Turn, before: list[dict], messages: list[dict], kwargs: dict[str, Any]
+) -> np.ndarray | None:
     """Returns the ids between the turn's last token and the next answer. None: the template does not show them.
 
-    ``messages``: the turn's answer, and the messages after it.
+    Args:
+        before: the turn's prompt. Templates may refuse a shorter one, say without a system message.
+        messages: the turn's answer, and the messages after it.
     """
     if isinstance(renderer, FamilyRenderer):
         return renderer.ids_between(turn.prompt_ids, turn.completion_ids, messages, turn.tools, kwargs)
-    text = _text_between(renderer, turn, messages[0], messages[1:], kwargs)
-    return None if text is None else _encoded_behind(renderer, turn, text)
+    for head in ([QUESTION], before):
+        text = _text_between(renderer, turn, head, messages[0], messages[1:], kwargs)
+        if text is not None:
+            return _encoded_behind(renderer, turn, text)
+    return None
 
 
 def _encoded_behind(renderer: ChatRenderer, turn: Turn, text: str) -> np.ndarray:
-    """Returns the ids of a text behind the turn's end token, which takes white space away in some tokenizers."""
-    ids = renderer.encode(turn.end_text + text)
-    if turn.end_text and ids[0] == turn.completion_ids[-1]:
-        return ids[1:]
-    return renderer.encode(text)
+    """Returns the ids of a text behind the turn's end token, which takes white space away in some tokenizers.
+
+    Behind an answer without one it stands behind a full stop: some tokenizers encode a text's first word as if it
+    followed a space.
+    """
+    before = turn.end_text or "."
+    begin, ids = renderer.encode(before), renderer.encode(before + text)
+    is_kept = np.array_equal(ids[: len(begin)], begin) and (not turn.end_text or begin[-1] == turn.completion_ids[-1])
+    return ids[len(begin) :] if is_kept else renderer.encode(text)
 
 
 def _text_between(
-    renderer: ChatRenderer, turn: Turn, answer: dict, new: list[dict], kwargs: dict[str, Any]
+    renderer: ChatRenderer, turn: Turn, head: list[dict], answer: dict, new: list[dict], kwargs: dict[str, Any]
 ) -> str | None:
     for known in _known_answers(answer):
-        try:
-            closed = renderer.render_text([QUESTION, known], turn.tools, kwargs, ask=False)
-            asked = renderer.render_text([QUESTION, known, *new], turn.tools, kwargs, ask=True)
-        except (TemplateError, TypeError, ValueError):  # a template may refuse any order of messages
-            continue
+        asked = _text_if_taken(renderer, turn, [*head, known, *new], kwargs, ask=True)
+        closed = _text_if_taken(renderer, turn, [*head, known], kwargs, ask=False)
         closing, rest = closed.partition(KNOWN_ANSWER)[2], asked.partition(KNOWN_ANSWER)[2]
         # The end token closes the answer or, in GLM's templates, opens the message after it.
         end = rest.find(turn.end_text) if turn.end_text else -1
-        if 0 <= end <= len(closing):
+        if 0 <= end <= len(closing) or (end > 0 and not rest[:end].strip()):
             return rest[end + len(turn.end_text) :]
         if rest and "tool_calls" not in known:
             return rest
     return None
+
+
+def _text_if_taken(renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any], ask: bool) -> str:
+    """Returns the text of a conversation. Empty: the template refuses it, as it may any order of messages."""
+    try:
+        return renderer.render_text(messages, turn.tools, kwargs, ask=ask)
+    except (TemplateError, TypeError, ValueError):
+        return ""
 
 
 def _known_answers(answer: dict) -> Iterator[dict]:

@@ -49,12 +49,15 @@ def try_chat(cfg: Config, asked: Sequence[tuple[Messages, Tools]]) -> Iterator[s
         if refusals and all(refusals):
             raise ConfigError(f"{of_model}: the chat template refuses the domain's prompts: {refusals[0]}")
         taken = [prompt for prompt, refusal in zip(asked, refusals, strict=True) if not refusal]
-        if name == "llm" and any(
-            tools and hides_tools(renderer, messages, tools, options) for messages, tools in taken
-        ):
+        if name == "llm" and any(hides_tools(renderer, *prompt, options) for prompt in taken):
             yield (
                 f"{of_model}: the chat template does not show the domain's tools to the model: describe them in a "
                 "message, or set llm.chat_template to the file of one that does"
+            )
+        if name == "llm" and any(hides_system(renderer, *prompt, options) for prompt in taken):
+            yield (
+                f"{of_model}: the chat template does not show the system message to the model: say it in the question "
+                "(actor.system_prompt=''), or set llm.chat_template to the file of one that does"
             )
 
 
@@ -63,7 +66,8 @@ def parsers_of(cfg: Config) -> list[tuple[str, str]]:
     keys = ("llm.tool_parser", "llm.reasoning_parser", "test_llm.tool_parser", "test_llm.reasoning_parser")
     sections = (cfg.llm, cfg.test_llm)
     names = [name for section in sections for name in (section.tool_parser, section.reasoning_parser)]
-    chosen = [(key, name) for key, name in zip(keys, names, strict=True) if name and name != RL_TOOL]
+    own = (RL_TOOL, "llm.tool_parser"), (RL_TOOL, "test_llm.tool_parser")
+    chosen = [(key, name) for key, name in zip(keys, names, strict=True) if name and (name, key) not in own]
     return chosen if has_tokenizer(cfg.model_path) else []
 
 
@@ -118,8 +122,23 @@ def described(error: Exception) -> str:
 
 
 def hides_tools(renderer: ChatRenderer, messages: Messages, tools: Tools, options: dict[str, Any]) -> bool:
-    """Whether a template renders the same with tools and without."""
-    return renderer.render(messages, tools, options).text == renderer.render(messages, None, options).text
+    """Whether a template renders a prompt with tools as one without them."""
+    return bool(tools) and is_rendered_as(renderer, (messages, tools), (messages, None), options)
+
+
+def hides_system(renderer: ChatRenderer, messages: Messages, tools: Tools, options: dict[str, Any]) -> bool:
+    """Whether a template renders a prompt with a system message as one without it."""
+    is_about_system = messages[0].get("role") == "system" and len(messages) > 1
+    return is_about_system and is_rendered_as(renderer, (messages, tools), (messages[1:], tools), options)
+
+
+def is_rendered_as(
+    renderer: ChatRenderer, prompt: tuple[Messages, Tools], other: tuple[Messages, Tools], options: dict[str, Any]
+) -> bool:
+    """``other`` may be one that the template refuses, ``prompt`` is not."""
+    if refusal_of_prompt(renderer, *other, options) is not None:
+        return False
+    return renderer.render(*prompt, options).text == renderer.render(*other, options).text
 
 
 if __name__ == "__main__":

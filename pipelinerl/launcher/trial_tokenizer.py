@@ -1,10 +1,12 @@
 """The tokenizer of the scripted model that tries a domain: the model's own, or a stand-in while it is not here."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.chat.images import placeholder_id, required_placeholder
+from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.launcher.chat_trial import Messages, Tools
 
 END_TOKEN = 256  # the first number that is no byte
@@ -16,63 +18,39 @@ class TokenizerLimitError(AttributeError):
     """The domain uses an attribute of the tokenizer that `ByteTokenizer` lacks."""
 
 
-class PlainChat:
+class PlainRenderer(ChatRenderer):
     """A chat template that takes every prompt, with messages and tools of what it rendered.
 
     `try_chat` tries the model's own template with them.
     """
 
-    encode: Callable[..., Any]
-    pipelinerl_renderers = None  # of the plain chat, not of the model's tokenizer
-    image = IMAGE
-    """What stands for an image in a text."""
-
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any, image: str):
+        """``image``: what stands for an image in a text."""
+        super().__init__(tokenizer)
         self.asked: list[tuple[Messages, Tools]] = []
+        self._image = image
 
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        *,
-        tools: Tools = None,
-        tokenize: bool = True,
-        add_generation_prompt: bool = False,
-        **_: Any,
-    ) -> Any:
+    def _apply(self, messages: Messages, tools: Tools, kwargs: dict[str, Any], ask: bool) -> str:
         self.asked.append((messages, tools))
-        text = "".join(f"<{message['role']}>{self.said(message['content'])}<end>" for message in messages)
-        text += "<assistant>" if add_generation_prompt else ""
-        return self.encode(text) if tokenize else text
+        text = "".join(f"<{message['role']}>{self._said(message['content'])}<end>" for message in messages)
+        return text + ("<assistant>" if ask else "")
 
-    def said(self, content: Any) -> str:
+    def _said(self, content: Any) -> str:
         if not isinstance(content, list):
             return str(content)
-        return "".join(self.image if part["type"] == "image" else str(part["text"]) for part in content)
+        return "".join(self._image if part["type"] == "image" else str(part["text"]) for part in content)
 
 
-class ModelTokenizer(PlainChat):
-    """The model's tokenizer."""
-
-    def __init__(self, tokenizer: Any):
-        super().__init__()
-        self._tokenizer = tokenizer
-        placeholder = placeholder_id(tokenizer.name_or_path)
-        self.image = IMAGE if placeholder is None else tokenizer.convert_ids_to_tokens(placeholder)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer(*args, **kwargs)
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def __contains__(self, token: str) -> bool:
-        return token in self._tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+def with_plain_chat(tokenizer: Any) -> Any:
+    """A copy of the model's tokenizer, whose prompts the scripted model renders in a plain way."""
+    placeholder = placeholder_id(tokenizer.name_or_path)
+    image = IMAGE if placeholder is None else tokenizer.convert_ids_to_tokens(placeholder)
+    plain = copy.copy(tokenizer)
+    plain.pipelinerl_renderers = {"": PlainRenderer(plain, image)}
+    return plain
 
 
-class ByteTokenizer(PlainChat):
+class ByteTokenizer:
     """A stand-in for a tokenizer that is not on this machine: one token per byte, and one that ends a message."""
 
     all_special_ids = (END_TOKEN,)
@@ -80,8 +58,8 @@ class ByteTokenizer(PlainChat):
     eos_token_id = END_TOKEN
 
     def __init__(self, model: str = ""):
-        super().__init__()
         self._model = model
+        self.pipelinerl_renderers = {"": PlainRenderer(self, IMAGE)}
 
     @property
     def name_or_path(self) -> str:

@@ -128,8 +128,9 @@ class _Script:
         stop = params.get("stop") or []
         ends = [text.index(end) + len(end) for end in ([stop] if isinstance(stop, str) else stop) if end in text]
         token_ids = backend.encode(text[: min(ends, default=None)], add_special_tokens=False).ids
-        if self._finish_reason == "stop" and not ends:
-            token_ids.append(llm.tokenizer.eos_token_id)
+        eos = llm.tokenizer.eos_token_id
+        if self._finish_reason == "stop" and not ends and eos is not None:
+            token_ids.append(eos)
         limit = params.get("max_tokens") or len(token_ids)
         count = min(len(token_ids), limit)
         return CallTokens(

@@ -6,7 +6,7 @@ Missing tensors and a scaling of rotary positions, which transformers ignores, a
 import copy
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,24 @@ def _write(file: Path, folder: Path, dtype: str) -> None:
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-        tensors = [tensor.name for tensor in reader.tensors]
+        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        has_tokenizer = "tokenizer.ggml.tokens" in reader.fields
     except Exception as error:  # the package raises any error for a damaged file
         raise ConfigError(f"{file} is damaged or cut off: {type(error).__name__}: {error}") from error
     if fields.get("split.count", 1) > 1:
         count = fields["split.count"]
         raise ConfigError(f"{file} is one of {count} parts: join them by llama.cpp's `gguf-split --merge`")
+    if not has_tokenizer:
+        raise ConfigError(f"{file} has no tokenizer (`tokenizer.ggml.tokens`): use the model's own folder")
     try:
         model, tokenizer = _load(file, dtype)
-    except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # transformers and tokenizers raise any error for a file that they do not expect
         name = fields.get("general.architecture")
         raise ConfigError(
             f"{file}: transformers does not read this file of architecture {name!r}: {type(error).__name__}: {error}"
         ) from error
     _check_positions(file, fields, tensors, model.config)
+    _check_size(file, tensors, model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for written in folder.glob("*.safetensors"):
@@ -107,7 +111,16 @@ def _load(file: Path, dtype: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _check_positions(file: Path, fields: Mapping[str, Any], tensors: list[str], config: Any) -> None:
+def _check_size(file: Path, tensors: Mapping[str, int], model: Any) -> None:
+    """Raises ``ConfigError`` for a file with tensors that transformers left out, which it does without a word."""
+    there = sum(size for name, size in tensors.items() if not name.startswith("rope_") and "rope_factors" not in name)
+    if there > (taken := model.num_parameters()):
+        raise ConfigError(
+            f"{file} holds {there} weights, of which transformers takes {taken}: use the model's own folder"
+        )
+
+
+def _check_positions(file: Path, fields: Mapping[str, Any], tensors: Iterable[str], config: Any) -> None:
     """Raises ``ConfigError`` for a scaling of positions that transformers did not read: long texts would be wrong."""
     name = fields.get("general.architecture")
     kind = fields.get(f"{name}.rope.scaling.type", "none")

@@ -489,6 +489,15 @@ VICUNA = (
     "{% endif %}{% endfor %}"
 )
 
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}" + PHI
+NEEDS_QUESTION = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no question') }}{% endif %}" + PHI
+ENDS_BETWEEN = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{{ '' if loop.last and m.role == 'assistant' else '\n<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+WORDS = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}{{ '### assistant:\n' }}"
+
 
 def unigram(scheme: str) -> Any:
     """Characters, with spaces as in SentencePiece."""
@@ -521,6 +530,9 @@ def bytes_alone(prefix: bool = False) -> Any:
         (unigram("first"), VICUNA, {}),
         (unigram("always"), VICUNA, {}),
         (unigram("never"), PHI, {"normalized": True}),
+        (bytes_alone(), NEEDS_SYSTEM, {"rstrip": True}),
+        (unigram("first"), NEEDS_QUESTION, {}),
+        (bytes_alone(), ENDS_BETWEEN, {}),
     ],
 )
 def test_marks_that_take_white_space_away_do_so_behind_an_answer(tokenizer: Any, template: str, options: dict) -> None:
@@ -529,12 +541,29 @@ def test_marks_that_take_white_space_away_do_so_behind_an_answer(tokenizer: Any,
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
     fast.chat_template = template
     renderer = ChatRenderer(fast)
-    asked = [{"role": "user", "content": "1+1?"}]
-    told = [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "more"}]
+    asked, told = conversation()
     prompt_ids, whole = renderer.render(asked, None, {}).token_ids, renderer.render(told, None, {}).token_ids
     end = len(prompt_ids) + whole[len(prompt_ids) :].tolist().index(fast.eos_token_id) + 1
     answer = answers_of("2", "<|end|>", ReadText("2", []), [])
     turn = Turn(history_of(asked), answer, None, prompt_ids, whole[len(prompt_ids) : end], "<|end|>")
+    extended = extend(renderer, [turn], told, history_of(told), None, {})
+    assert extended is not None
+    assert extended[0].token_ids.tolist() == whole.tolist()
+
+
+def conversation() -> tuple[list[dict], list[dict]]:
+    """A prompt, and one that continues its answer "2"."""
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    return asked, [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "more"}]
+
+
+@pytest.mark.parametrize("tokenizer", [unigram("first"), unigram("always"), bytes_alone(), bytes_alone(prefix=True)])
+def test_answer_without_an_end_is_continued_as_in_the_middle_of_a_text(tokenizer: Any) -> None:
+    renderer = ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=WORDS))
+    asked, told = conversation()
+    prompt_ids, whole = renderer.render(asked, None, {}).token_ids, renderer.render(told, None, {}).token_ids
+    sampled = whole[len(prompt_ids) : len(prompt_ids) + 1]
+    turn = Turn(history_of(asked), answers_of("2", "", ReadText("2", []), []), None, prompt_ids, sampled, "")
     extended = extend(renderer, [turn], told, history_of(told), None, {})
     assert extended is not None
     assert extended[0].token_ids.tolist() == whole.tolist()

@@ -85,6 +85,12 @@ def test_template_that_hides_tools_gives_a_warning(tmp_path: Path) -> None:
     assert tried(tmp_path / "shows", CHAT_TEMPLATE, asked=([USER], [TOOL])) == []
     (warning,) = tried(tmp_path / "hides", TURNS, asked=([USER], [TOOL]), count=2)
     assert "does not show the domain's tools" in warning
+    assert tried(tmp_path / "needs", "{% for tool in tools %}{{ tool }}{% endfor %}", asked=([USER], [TOOL])) == []
+
+
+def test_template_that_hides_the_system_message_gives_a_warning(tmp_path: Path) -> None:
+    (warning,) = tried(tmp_path, "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", count=2)
+    assert re.search(says("does not show the system message", "actor.system_prompt=''"), warning)
 
 
 def test_check_of_the_domain_tries_the_prompts_of_its_rollouts(tmp_path: Path) -> None:
@@ -133,6 +139,7 @@ def test_hermes_and_rl_tool_need_no_trial(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, byte_tokenizer())
     assert parsers_of(configuration(folder)) == []
     assert parsers_of(configuration(folder, "llm.tool_parser=rl_tool")) == []
+    assert ("llm.reasoning_parser", "rl_tool") in parsers_of(configuration(folder, "llm.reasoning_parser=rl_tool"))
     assert parsers_of(configuration(folder, "llm.tool_parser=pythonic")) == [
         ("llm.tool_parser", "pythonic"),
         ("test_llm.tool_parser", "pythonic"),

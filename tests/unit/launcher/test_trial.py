@@ -1,5 +1,6 @@
 """The scripted model finds what would fail in the run, and only that."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipelinerl.launcher.domain_check import (
 from pipelinerl.launcher.trial_tokenizer import ByteTokenizer
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.testing import save_tokenizer
+from pipelinerl.testing import byte_tokenizer, save_tokenizer
 from tests import pictures
 from tests.says import says
 
@@ -159,12 +160,15 @@ def test_byte_tokenizer_round_trips_and_bounds_are_kept() -> None:
     assert scripted_llm(CFG, "x").parameters == {"max_tokens": 16, "temperature": 1.0}
 
 
+ASKED = [{"role": "user", "content": "a"}]
 USES = {
     "call": lambda tokenizer: tokenizer("ab").input_ids == tokenizer.encode("ab"),
     "len": lambda tokenizer: len(tokenizer) == max(tokenizer.get_vocab().values()) + 1,
     "in": lambda tokenizer: "<|im_end|>" in tokenizer.get_vocab(),
     "cut": lambda tokenizer: tokenizer.decode(tokenizer.encode("abc")[:2]) == "ab",
-    "chat": lambda tokenizer: len(tokenizer.apply_chat_template([{"role": "user", "content": "a"}])) > 1,
+    "chat": lambda tokenizer: len(tokenizer.apply_chat_template(ASKED)["input_ids"]) > 1,
+    "several": lambda tokenizer: len(tokenizer.apply_chat_template(conversation=[ASKED] * 2, tokenize=False)) == 2,
+    "copy": lambda tokenizer: copy.deepcopy(tokenizer).decode(tokenizer.encode("abc")) == "abc",
 }
 
 
@@ -181,6 +185,15 @@ async def test_trial_domain_that_calls_the_tokenizer_gets_the_models_own(
     cfg = OmegaConf.merge(CFG, {"model_path": str(save_tokenizer(tmp_path))})
     await try_rollouts(cfg, counts, PROBLEMS)
     assert not (await failure_of(counts)).certain  # no model is here: nothing is known
+
+
+async def test_trial_with_a_tokenizer_without_an_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.llm._TOKENIZERS", {})
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    cfg = OmegaConf.create({"llm": {"parameters": {"max_tokens": 64}}, "model_path": str(tmp_path)})
+    save_tokenizer(tmp_path, tokenizer)
+    await try_rollouts(cfg, generate_rollout, PROBLEMS)
 
 
 async def test_trial_plays_a_domain_of_images_if_the_model_takes_them(tmp_path: Path) -> None:

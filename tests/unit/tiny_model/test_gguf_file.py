@@ -132,6 +132,9 @@ def cut_in_half(path: Path) -> None:
         (cut_in_half, "is damaged or cut off"),
         (drop_tensor, "no tensor for model.layers.1.self_attn.q_proj.weight"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwerz")), "architecture 'qwerz'"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"ggml.tokens", b"ggml.takens")), "has no tokenizer"),
+        (lambda path: qwen2_file(path, add_eos_token_id=10**6), "does not read this file of architecture 'qwen2'"),
+        (lambda path: qwen2_file(path, add_block_count=1), r"holds \d+ weights, of which transformers takes \d+"),
     ],
 )
 def test_gguf_file_that_cannot_be_read_is_refused_and_leaves_nothing(spoil, message: str, tmp_path: Path) -> None:
