@@ -5,8 +5,8 @@
 
 Loss and corrections are those of `base`. Every bound is a run in a folder of its own. The same command goes on with an
 interrupted run, and repeats none that the JSON file has. A recorded run's models (2 GB) are deleted. `seconds` are the
-trainer's, without interruptions. A bound is only reached where generation is ahead of training, so the trainer computes
-every layer again in the backward pass (`gradient_checkpointing`). A step takes 32 rollouts.
+trainer's, without the time between two starts. A bound is only reached where generation is ahead of training, so the
+trainer computes every layer again in the backward pass (`gradient_checkpointing`). A step takes 32 rollouts.
 """
 
 import argparse
@@ -103,14 +103,14 @@ def main() -> None:
         found = known["bounds"]
     for bound in args.bounds:
         if str(bound) not in found:
-            run = (args.folder / str(bound)).resolve()
+            run, source = (args.folder / str(bound)).resolve(), {"machine": machine(), "commit": commit()}
             train(run, bound, settings)
-            found[str(bound)] = {"machine": machine(), "commit": commit(), **record(run, figures)}
+            found[str(bound)] = source | record(run, figures)
             found = dict(sorted(found.items(), key=lambda of_bound: int(of_bound[0])))
             result = {"set": settings, "bounds": found}
             args.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             for models in (CHECKPOINTS, EXPORTS):
-                shutil.rmtree(run / models)
+                shutil.rmtree(run / models, ignore_errors=True)
         draw(args.figure, found)
 
 

@@ -5,11 +5,13 @@
     python -m benchmarks.peers --task words --steps 60 --every 10 --target 0.35 --peer-passes 4 --json FILE
 
 Both train the model, problems and rewards of one shipped configuration, with its batch, attempts, learning rate and
-betas, in float32 on two cores: ours as its users run it, the peer with two threads and its own defaults elsewhere (its
-settings are in the result). The order of the two alternates with the seed. Neither evaluates while it trains. Weights
-are kept every `--every` steps, and the held-out figure is computed from them afterwards, by the same code. `--set` is
-for both, e.g. longer answers. `--conventional` runs ours with `schedule=conventional`, too. A seed that FILE has is not
-repeated. `words` needs `make smollm2`.
+betas, in float32 on two cores: ours as its users run it, the peer with two threads, generation by transformers, its own
+loss (DAPO, where ours is REINFORCE with the mean of the other attempts) and its own warm-up, whose first step has a
+learning rate of 0. Its settings are in the result. Saving weights stops the peer's clock and not ours. The order of the
+two alternates with the seed. Neither evaluates while it trains. Weights are kept every `--every` steps, and the
+held-out figure is computed from them afterwards, by the same code. `--set` is for both, e.g. longer answers.
+`--conventional` runs ours with `schedule=conventional`, too. A seed that FILE has is not repeated. `words` needs `make
+smollm2`.
 
 - `start_s`: from the command to the beginning of training: imports, model, server.
 - `step_s`: seconds per optimizer step, median; `training_s`: of all steps.
@@ -44,7 +46,6 @@ from benchmarks.provenance import commit, machine
 from benchmarks.startup import cpu_seconds
 from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.report import last_per_step, read_records
-from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import WeightUpdateSuccess
 from pipelinerl.tiny_model import build
 
@@ -128,21 +129,12 @@ def run_ours(args: argparse.Namespace, seed: int, model: Path, folder: Path, *ov
         "generation_core_s": others / args.steps,
         "training_core_s": training / args.steps,
         "peak_gib": child.peak_bytes / 2**30,
-        "where": where_a_step_goes(run),
         "snapshots": run / "exports",
     }
 
 
 def run_conventional(args: argparse.Namespace, seed: int, model: Path, folder: Path) -> dict[str, Any]:
     return run_ours(args, seed, model, folder, "schedule=conventional", "max_lag_steps=0")
-
-
-def where_a_step_goes(run: Path) -> dict[str, float]:
-    """Medians of the trainer's own times per step, in milliseconds."""
-    points = read_metrics(run, "finetune")
-    names = sorted({name for point in points for name in point if name.endswith("_s") and name != "tokens_per_s"})
-    known = {name: [point[name] for point in points if point.get(name) is not None] for name in names}
-    return {name: round(1000 * statistics.median(values), 2) for name, values in known.items() if values}
 
 
 def run_peer(args: argparse.Namespace, seed: int, model: Path, folder: Path) -> dict[str, Any]:
@@ -182,7 +174,7 @@ def figures(raw: dict[str, Any], args: argparse.Namespace, seed: int) -> dict[st
         task.measure: curve[-1][2],
         f"to_{task.measure}_s": next((at for _, at, seen in curve if seen >= args.target), None),
         "curve": [{"step": step, "training_s": at, task.measure: seen} for step, at, seen in curve],
-        **{name: raw[name] for name in ("where", "settings", "defaults", "mean_tokens") if name in raw},
+        **{name: raw[name] for name in ("settings", "defaults", "mean_tokens") if name in raw},
     }
 
 
@@ -191,7 +183,7 @@ def measure(args: argparse.Namespace, seed: int, scratch: Path) -> dict[str, Any
     tiny, model = settings["tiny_model"], Path(settings["model_path"]).absolute()
     if tiny:
         model = build(scratch / f"model_{seed}", tiny["recipe"], seed, tiny["params"])
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"machine": machine(), "commit": commit(), "trl_version": version("trl")}
     runs = {"ours": run_ours, "trl": run_peer}
     order = [*runs] if seed % 2 == 0 else [*runs][::-1]
     if args.conventional:
@@ -201,7 +193,7 @@ def measure(args: argparse.Namespace, seed: int, scratch: Path) -> dict[str, Any
         folder = scratch / f"{name}_{seed}"
         folder.mkdir()
         result[name] = figures(runs[name](args, seed, model, folder), args, seed) | {"load": os.getloadavg()[0]}
-        kept = ("curve", "where", "settings", "defaults")
+        kept = ("curve", "settings", "defaults")
         print(
             name, seed, json.dumps({key: value for key, value in result[name].items() if key not in kept}), flush=True
         )
@@ -211,24 +203,12 @@ def measure(args: argparse.Namespace, seed: int, scratch: Path) -> dict[str, Any
     return result | {"allowed_ratio": allowed}
 
 
-def summed_up(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of all seeds."""
-    names = ("step_s", "training_s", f"to_{load_task(args.task, 0).measure}_s")
-    ratios = {
-        name: [run["trl"][name] / run["ours"][name] for run in runs if run["trl"][name] and run["ours"][name]]
-        for name in names
-    }
-    return {
-        "machine": machine(),
-        "commit": commit(),
-        "trl": version("trl"),
-        "task": args.task,
-        "steps": args.steps,
-        "target": args.target,
-        "set": args.set,
-        "trl_over_ours": {name: statistics.median(values) if values else None for name, values in ratios.items()},
-        "runs": runs,
-    }
+def summed_up(settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of all seeds. A ratio is null if a side did not reach the target with every seed."""
+    names = ("step_s", "training_s", f"to_{load_task(settings['task'], 0).measure}_s")
+    known = [name for name in names if all(run[side][name] for run in runs for side in ("ours", "trl"))]
+    medians = {name: statistics.median(run["trl"][name] / run["ours"][name] for run in runs) for name in known}
+    return settings | {"trl_over_ours": dict.fromkeys(names) | medians, "runs": runs}
 
 
 def main() -> None:
@@ -243,13 +223,19 @@ def main() -> None:
     parser.add_argument("--conventional", action="store_true", help="run ours with schedule=conventional, too")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    runs = json.loads(args.json.read_text())["runs"] if args.json.exists() else []
+    settings = {name: getattr(args, name) for name in ("task", "steps", "every", "target", "set")}
+    runs: list[dict[str, Any]] = []
+    if args.json.exists():
+        found = json.loads(args.json.read_text())
+        runs = found["runs"]
+        if others := {name: found[name] for name in settings if found[name] != settings[name]}:
+            parser.error(f"{args.json} was measured with {others}: name another file")
     for seed in args.seeds:
         if all(run["ours"]["seed"] != seed for run in runs):
             with tempfile.TemporaryDirectory() as scratch:
                 runs.append(measure(args, seed, Path(scratch)))
-            args.json.write_text(json.dumps(summed_up(args, runs), indent=1) + "\n")
-    print(json.dumps(summed_up(args, runs)["trl_over_ours"]))
+            args.json.write_text(json.dumps(summed_up(settings, runs), indent=1) + "\n")
+    print(json.dumps(summed_up(settings, runs)["trl_over_ours"]))
 
 
 if __name__ == "__main__":

@@ -79,10 +79,10 @@ def evaluation(seen: EvaluationDone, figures: Figures) -> dict[str, Any]:
 
 
 def training(steps: Sequence[SamplesProcessed]) -> dict[str, list[Any]]:
-    """One list per metric, an entry per optimizer step. ``seconds``: of the trainer so far, without interruptions."""
+    """One list per metric, an entry per optimizer step. ``seconds``: the trainer's, without those between starts."""
     spent = [sum(step.metrics.get(name, 0.0) for name in SECONDS) for step in steps]
     return {
-        "seconds": [rounded(at) for at in accumulate(spent)],
+        "seconds": [round(at, 1) for at in accumulate(spent)],
         **{name: [rounded(step.metrics.get(name)) for step in steps] for name in TRAINING},
     }
 

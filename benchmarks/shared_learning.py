@@ -5,9 +5,9 @@
     python -m benchmarks.shared_learning results/w1 results/w1_off --steps 40 --json benchmarks/shared_learning.json
 
 Both may have gone further. Per run: means of the training reward in each quarter of the steps, the last evaluation on
-held-out problems, the trainer's median seconds per step, the smallest effective sample size, and the tokens' mean lag.
-With `schedule=conventional max_lag_steps=0` the lag is 0 on both sides, so they train on data of the same age. The
-runs are added to those that the file has.
+held-out problems, the trainer's median seconds per step after the first, the smallest effective sample size, and the
+tokens' mean lag. With `schedule=conventional max_lag_steps=0` the lag is 0 on both sides, so they train on data of the
+same age. The runs are added to those that the file has.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def beginning(run_dir: Path, steps: int) -> dict[str, Any]:
     """What a run did in its first steps."""
     run, config = record(run_dir, no_figures), load_old_run(run_dir)
     training = {name: values[:steps] for name, values in run["training"].items()}
-    seconds = [0.0, *training["seconds"]]
+    seconds = training["seconds"]
     reward = training[TrainerMetric.REWARD]
     quarter = steps // 4
     quarters = {

@@ -1,7 +1,7 @@
 """Forward and backward passes of an optimizer batch with every common prefix computed once, beside whole sequences.
 
     python -m benchmarks.shared_prefixes --json benchmarks/shared_prefixes.json
-    python -m benchmarks.shared_prefixes --model models/SmolLM2-135M-Instruct --cases 45,23,8 512,32,8 --rollouts 64 \\
+    python -m benchmarks.shared_prefixes --model models/SmolLM2-135M-Instruct --cases 45,23,8 512,32,8 --rollouts 32 \\
         --seq-length 2048 --json benchmarks/shared_prefixes.json
 
 A case is prompt, answer and attempts: tokens of a problem's prompt, mean tokens of an answer (uniform within half of it

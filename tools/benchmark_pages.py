@@ -8,6 +8,7 @@ than `DEEPEST` levels, are left to the file. `--check` writes nothing, and ends 
 import argparse
 import ast
 import json
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +96,7 @@ def is_plain(value: Any) -> bool:
 
 def grid(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One table of rows, or the range of each column where there are many."""
-    columns = [name for name in rows[0] if is_plain(rows[0][name])]
+    columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if is_plain(value)))
     if len(rows) <= LONGEST:
         if columns:
             yield from markdown(columns, [[shown(row.get(name)) for name in columns] for row in rows])
@@ -104,7 +105,7 @@ def grid(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for name in columns:
         values = [row[name] for row in rows if type(row.get(name)) in (int, float)]
         if values:
-            ranges.append([name, shown(min(values)), shown(sorted(values)[len(values) // 2]), shown(max(values))])
+            ranges.append([name, shown(min(values)), shown(statistics.median(values)), shown(max(values))])
     if ranges:
         yield from markdown([f"{title or 'results'}, {len(rows)} rows", "least", "median", "most"], ranges)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.peers import Child
+from benchmarks.peers import Child, summed_up
 from benchmarks.peers_task import load_task
 
 
@@ -19,3 +19,12 @@ def test_cpu_seconds_between_two_moments_lie_between_the_samples() -> None:
     child = Child(began=100.0, samples=[(110.0, 4.0, 2.0), (120.0, 9.0, 12.0), (130.0, 14.0, 22.0)])
     assert child.cpu_between(15.0, 25.0) == pytest.approx((5.0, 10.0))
     assert child.cpu_between(0.0, 99.0) == pytest.approx((10.0, 20.0))
+
+
+def test_ratio_is_the_median_of_seeds_and_null_where_a_side_misses_the_target() -> None:
+    def run(seconds: float, reached_s: float | None) -> dict[str, dict[str, float | None]]:
+        ours = {"step_s": 1.0, "training_s": 10.0, "to_success_s": 5.0}
+        return {"ours": ours, "trl": {"step_s": seconds, "training_s": 20.0, "to_success_s": reached_s}}
+
+    found = summed_up({"task": "quickstart"}, [run(2.0, 10.0), run(3.0, 15.0), run(7.0, None)])
+    assert found["trl_over_ours"] == {"step_s": 3.0, "training_s": 2.0, "to_success_s": None}
