@@ -472,7 +472,7 @@ def _output_of(text: str, said: ReadText, index: int) -> LLMOutput:
     if not said.calls:
         return LLMOutput(content=text)
     tool_calls = [
-        ToolCall(id=f"call{index:03d}{i:02d}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+        ToolCall(id=f"c{index:05d}{i:03d}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
         for i, (name, arguments) in enumerate(said.calls)
     ]
     return LLMOutput(content=said.content or None, tool_calls=tool_calls)

@@ -136,11 +136,11 @@ def _ids_between(
 def _encoded_behind(renderer: ChatRenderer, turn: Turn, text: str) -> np.ndarray:
     """Returns the ids of a text behind the turn's end token, which takes white space away in some tokenizers.
 
-    Behind an answer without one it stands behind a full stop: some tokenizers encode a text's first word as if it
+    If the answer has no end token, a full stop stands for it: some tokenizers encode a text's first word as if it
     followed a space.
     """
-    before = turn.end_text or "."
-    begin, ids = renderer.encode(before), renderer.encode(before + text)
+    end = turn.end_text or "."
+    begin, ids = renderer.encode(end), renderer.encode(end + text)
     is_kept = np.array_equal(ids[: len(begin)], begin) and (not turn.end_text or begin[-1] == turn.completion_ids[-1])
     return ids[len(begin) :] if is_kept else renderer.encode(text)
 
@@ -154,9 +154,9 @@ def _text_between(
         closing, rest = closed.partition(KNOWN_ANSWER)[2], asked.partition(KNOWN_ANSWER)[2]
         # The end token closes the answer or, in GLM's templates, opens the message after it.
         end = rest.find(turn.end_text) if turn.end_text else -1
-        if 0 <= end <= len(closing) or (end > 0 and not rest[:end].strip()):
+        if end >= 0 and not rest[len(closing) : end].strip():
             return rest[end + len(turn.end_text) :]
-        if rest and "tool_calls" not in known:
+        if rest and "tool_calls" not in known and (closed or end < 0):
             return rest
     return None
 

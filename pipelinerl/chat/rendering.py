@@ -51,6 +51,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the int32 ids of a text that already contains its special tokens."""
+        _keep_whole(self._backend)
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -110,6 +111,14 @@ class ChatRenderer:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=ask, **kwargs
         )
+
+
+def _keep_whole(backend: Any) -> None:
+    """Turns truncation and padding off, which stay on after a domain's ``tokenizer(text, truncation=True)``."""
+    if getattr(backend, "truncation", None) is not None:
+        backend.no_truncation()
+    if getattr(backend, "padding", None) is not None:
+        backend.no_padding()
 
 
 def _keep_no_words(backend: Any) -> None:

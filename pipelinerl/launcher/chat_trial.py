@@ -66,8 +66,8 @@ def parsers_of(cfg: Config) -> list[tuple[str, str]]:
     keys = ("llm.tool_parser", "llm.reasoning_parser", "test_llm.tool_parser", "test_llm.reasoning_parser")
     sections = (cfg.llm, cfg.test_llm)
     names = [name for section in sections for name in (section.tool_parser, section.reasoning_parser)]
-    own = (RL_TOOL, "llm.tool_parser"), (RL_TOOL, "test_llm.tool_parser")
-    chosen = [(key, name) for key, name in zip(keys, names, strict=True) if name and (name, key) not in own]
+    named = [(key, name) for key, name in zip(keys, names, strict=True) if name]
+    chosen = [(key, name) for key, name in named if not (name == RL_TOOL and key.endswith("tool_parser"))]
     return chosen if has_tokenizer(cfg.model_path) else []
 
 
@@ -127,15 +127,17 @@ def hides_tools(renderer: ChatRenderer, messages: Messages, tools: Tools, option
 
 
 def hides_system(renderer: ChatRenderer, messages: Messages, tools: Tools, options: dict[str, Any]) -> bool:
-    """Whether a template renders a prompt with a system message as one without it."""
-    is_about_system = messages[0].get("role") == "system" and len(messages) > 1
-    return is_about_system and is_rendered_as(renderer, (messages, tools), (messages[1:], tools), options)
+    """Whether a template renders the same for another system message. Without one it may write its own."""
+    if messages[0].get("role") != "system":
+        return False
+    other = [messages[0] | {"content": "another"}, *messages[1:]]
+    return is_rendered_as(renderer, (messages, tools), (other, tools), options)
 
 
 def is_rendered_as(
     renderer: ChatRenderer, prompt: tuple[Messages, Tools], other: tuple[Messages, Tools], options: dict[str, Any]
 ) -> bool:
-    """``other`` may be one that the template refuses, ``prompt`` is not."""
+    """Whether a template renders both the same. False also if it refuses ``other``."""
     if refusal_of_prompt(renderer, *other, options) is not None:
         return False
     return renderer.render(*prompt, options).text == renderer.render(*other, options).text

@@ -42,7 +42,7 @@ class PlainRenderer(ChatRenderer):
 
 
 def with_plain_chat(tokenizer: Any) -> Any:
-    """A copy of the model's tokenizer, whose prompts the scripted model renders in a plain way."""
+    """A shallow copy of the model's tokenizer, with the same backend. Its prompts are rendered in a plain way."""
     placeholder = placeholder_id(tokenizer.name_or_path)
     image = IMAGE if placeholder is None else tokenizer.convert_ids_to_tokens(placeholder)
     plain = copy.copy(tokenizer)

@@ -113,8 +113,10 @@ def _load(file: Path, dtype: str) -> tuple[Any, Any]:
 
 def _check_size(file: Path, tensors: Mapping[str, int], model: Any) -> None:
     """Raises ``ConfigError`` for a file with tensors that transformers left out, which it does without a word."""
-    there = sum(size for name, size in tensors.items() if not name.startswith("rope_") and "rope_factors" not in name)
-    if there > (taken := model.num_parameters()):
+    not_read = ("rope_", "output.weight") if model.config.tie_word_embeddings else ("rope_",)
+    there = sum(n for name, n in tensors.items() if not name.startswith(not_read) and "rope_factors" not in name)
+    taken = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
+    if there > taken:
         raise ConfigError(
             f"{file} holds {there} weights, of which transformers takes {taken}: use the model's own folder"
         )

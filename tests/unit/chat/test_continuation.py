@@ -496,6 +496,11 @@ ENDS_BETWEEN = (
     "{{ '' if loop.last and m.role == 'assistant' else '\n<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+CLOSES_AND_ENDS = (
+    "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no question') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n</{{ m.role }}><|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 WORDS = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}{{ '### assistant:\n' }}"
 
 
@@ -567,3 +572,15 @@ def test_answer_without_an_end_is_continued_as_in_the_middle_of_a_text(tokenizer
     extended = extend(renderer, [turn], told, history_of(told), None, {})
     assert extended is not None
     assert extended[0].token_ids.tolist() == whole.tolist()
+
+
+def test_end_of_an_answer_that_the_template_may_write_twice_begins_another_sequence() -> None:
+    """The template refuses an answer at the end, so that its text between the answer and the end token is unknown."""
+    tokenizer = bytes_alone()
+    tokenizer.add_special_tokens(["<|end|>"])
+    renderer = ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CLOSES_AND_ENDS))
+    asked, told = conversation()
+    answer = answers_of("2", "<|end|>", ReadText("2", []), [])
+    prompt_ids, sampled = renderer.render(asked, None, {}).token_ids, renderer.encode("2\n</assistant><|end|>")
+    turn = Turn(history_of(asked), answer, None, prompt_ids, sampled, "<|end|>")
+    assert extend(renderer, [turn], told, history_of(told), None, {}) is None

@@ -25,6 +25,16 @@ def test_parts_of_text_are_rendered() -> None:
     assert "user\nseen<" in render({"type": "text", "text": "seen"})
 
 
+def test_prompt_is_whole_after_the_tokenizer_cut_and_filled_a_text() -> None:
+    tokenizer = byte_tokenizer()
+    whole = ChatRenderer(tokenizer).encode("a longer text")
+    tokenizer.pad_token = tokenizer.eos_token
+    assert len(tokenizer("a longer text", truncation=True, max_length=3).input_ids) == 3
+    assert ChatRenderer(tokenizer).encode("a longer text").tolist() == whole.tolist()
+    assert len(tokenizer("a", padding="max_length", max_length=9).input_ids) == 9
+    assert len(ChatRenderer(tokenizer).encode("a")) == 1
+
+
 def test_newest_256_prompts_are_kept() -> None:
     renderer = ChatRenderer(byte_tokenizer())
     asked = [[{"role": "user", "content": str(number)}] for number in range(257)]

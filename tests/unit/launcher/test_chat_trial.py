@@ -24,7 +24,7 @@ ALTERNATES = (
 )
 KNOWS_ITS_ROLES = "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] + m.content }}{% endfor %}"
 ONE_TURN = "{% if messages[-1].role != 'system' %}{{ raise_exception('ends in a system message') }}{% endif %}"
-NEEDS_A_VARIABLE = "{{ 'date: ' + today }}"
+NEEDS_A_VARIABLE = "{{ 'date: ' + today + messages[0].content }}"
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +89,10 @@ def test_template_that_hides_tools_gives_a_warning(tmp_path: Path) -> None:
 
 
 def test_template_that_hides_the_system_message_gives_a_warning(tmp_path: Path) -> None:
-    (warning,) = tried(tmp_path, "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", count=2)
+    (warning,) = tried(tmp_path / "hides", "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
     assert re.search(says("does not show the system message", "actor.system_prompt=''"), warning)
+    has_the_same_default = "{% if messages[0].role != 'system' %}[system] Reason.{% endif %}" + TURNS
+    assert tried(tmp_path / "shows", has_the_same_default) == []
 
 
 def test_check_of_the_domain_tries_the_prompts_of_its_rollouts(tmp_path: Path) -> None:
