@@ -373,12 +373,13 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         ]
     pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
+    rate = summary["rollouts_per_s"]
     balance, shared = summary.get("balance"), summary.get("tokens_shared")  # older summaries have none
     return [
         f"success          {before} → {after} on the test problems",
         f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
         f"rollouts         {number(summary['rollouts'], 0)}, "
-        f"{number(summary['rollouts_per_s'], 0)} per second while training",
+        f"{number(rate, 2 if (rate or 0) < 10 else 0)} per second while training",
         f"pause            mean {number(pause['mean'], 0)} ms, max {number(pause['max'], 0)} ms per weight update",
         f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
         f"a median of {number(summary['versions_in_one_rollout_median'], 0)}, up to "

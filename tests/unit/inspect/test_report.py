@@ -125,6 +125,8 @@ def test_summarise_groups_that_were_deleted_are_counted_by_the_actor(records: re
     assert (told["tokens_generated_per_s"], told["versions_in_one_rollout_max"]) == (100.0, 4)
     lines = report.summary_lines(summary, Path("run"))
     assert any(re.match(says("rollouts", 120, "24 per second"), line) for line in lines)
+    slow = report.summary_lines({**summary, "rollouts_per_s": 0.264}, Path("run"))
+    assert any("120, 0.26 per second" in line for line in slow)
 
 
 def test_summarise_nothing_known_is_none_not_zero() -> None:
