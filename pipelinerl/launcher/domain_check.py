@@ -29,7 +29,7 @@ from pipelinerl.errors import ConfigError, DatasetError, DomainError, RecordErro
 from pipelinerl.launcher.chat_trial import Messages, Tools, tokenizer_of, try_chat
 from pipelinerl.launcher.reference_trial import try_references, with_verifiers_here
 from pipelinerl.launcher.trial import answer
-from pipelinerl.launcher.trial_tokenizer import ByteTokenizer, TokenizerLimitError, with_plain_chat
+from pipelinerl.launcher.trial_tokenizer import ByteTokenizer, TokenizerLimitError, asked_of, with_plain_chat
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.catalogue import unclear_metrics
 from pipelinerl.observability.logging import redacted
@@ -89,7 +89,7 @@ async def try_rollouts(
         except Exception as error:  # noqa: BLE001 — the user's function
             failures.append((problem, error))
             return
-        asked.extend(llm.tokenizer.pipelinerl_renderers[""].asked[:1])
+        asked.extend(asked_of(llm.tokenizer)[:1])
         try:
             mode: RewardMode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
             checked = check_result(result, mode)

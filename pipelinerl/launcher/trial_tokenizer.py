@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.chat.families import renderer_of
 from pipelinerl.chat.images import placeholder_id, required_placeholder
 from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.launcher.chat_trial import Messages, Tools
@@ -48,6 +49,12 @@ def with_plain_chat(tokenizer: Any) -> Any:
     plain = copy.copy(tokenizer)
     plain.pipelinerl_renderers = {"": PlainRenderer(plain, image)}
     return plain
+
+
+def asked_of(tokenizer: Any) -> list[tuple[Messages, Tools]]:
+    """Messages and tools of every prompt that was rendered with a tokenizer of the trial."""
+    renderer: PlainRenderer = renderer_of(tokenizer)  # type: ignore[assignment]
+    return renderer.asked
 
 
 class ByteTokenizer:
